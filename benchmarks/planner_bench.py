@@ -19,7 +19,6 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.precision import copies_itemsize, dtype_of_passes
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
-from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.search import Batch, Task, judged
 from rotorch.planner.speeds import speeds_of
@@ -57,17 +56,16 @@ def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any
             continue  # another library's
         if row.get("error") or not row.get("peak_bytes_per_rank"):
             continue
-        each = task.batch.rows // batch_ranks(strategies)
-        staged = any(isinstance(strategy, StageStrategy) for strategy in strategies)
-        accumulation = each // config.train.micro_batch if staged else 1
-        plan = judged(task, row["parallel"], rows=each // accumulation, accumulation=accumulation)
+        accumulation = found["task"]["accumulation"]
+        rows_each = task.batch.rows // batch_ranks(strategies) // accumulation
+        plan = judged(task, row["parallel"], rows=rows_each, accumulation=accumulation)
         memory = plan.memory
         measured = row["peak_bytes_per_rank"]
         rows.append(
             {
                 "parallel": row["parallel"],
                 "num_ranks": num_ranks(strategies),
-                "rows": each // accumulation,
+                "rows": rows_each,
                 "tokens": tokens,
                 "measured_bytes": measured,
                 "predicted_bytes": round(memory.total_bytes),

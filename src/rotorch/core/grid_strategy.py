@@ -29,6 +29,7 @@ class GridStrategy(Strategy):
     """
 
     held_by: ClassVar[str] = "rotorch.hold.grid"
+    gradients_stay: ClassVar[bool] = True
     not_compiled: ClassVar[str] = "blocks are sent in the middle of layers, which cannot be compiled"
     cuts_weights: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")

@@ -44,6 +44,9 @@ class Strategy(BaseModel, ABC):
     slices_visit: ClassVar[bool] = False
     """True if slices of weights visit a rank, which computes with one after another."""
 
+    gradients_stay: ClassVar[bool] = False
+    """True if gradients of all weights lie in buffers that are there from step to step."""
+
     ranks_alike: ClassVar[bool] = False
     """True if all its ranks hold and send the same of any unit, whatever their position."""
 

@@ -105,6 +105,10 @@ class StageStrategy(Strategy):
     def splits_backward(self) -> bool:
         """True if the table computes weight gradients apart from those of inputs."""
 
+    def unit_of(self, num_micro_batches: int) -> int:
+        """Micro-batches of a step that share a gather of weights and a sum of gradients, where weights are gathered."""
+        return min(self.unit or num_micro_batches, num_micro_batches)
+
     @property
     def num_chunks(self) -> int:
         """Stages that each rank holds."""

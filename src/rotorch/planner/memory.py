@@ -112,7 +112,8 @@ class Gathered:
         block: the largest layer.
         beside: its gradient, and the message that sends it.
         layers: all layers, if they stay whole from forward to backward.
-        stage: a whole stage with its gradients, where that is gathered at once.
+        stage: a whole stage, where that is gathered at once.
+        stage_gradients: its gradients, until they are summed.
     """
 
     root: float = 0.0
@@ -121,6 +122,7 @@ class Gathered:
     beside: float = 0.0
     layers: float = 0.0
     stage: float = 0.0
+    stage_gradients: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def at_rest(
         gathered = Gathered()
         if whole is not None:  # a stage is, and its gradients
             each = [whole.in_pass([parts[n]], first=n == 0, last=n == stages.num_stages - 1) for n in mine]
-            gathered = Gathered(stage=max(each))
+            weights, learned = max(each, key=sum)
+            gathered = Gathered(stage=weights, stage_gradients=learned)
         outside = held_bytes.around_bytes if first or last else 0.0
         found.append(FixedMemory(held, outside, gathered, mine, position * stages.ranks_per_stage * inside))
     return tuple(found)
@@ -228,12 +231,11 @@ class _HeldBytes:
         spec = replace(self.model.spec, units=tuple(units))
         return predict_part(spec, strategies=strategies, rank=0)
 
-    def in_pass(self, parts: Sequence[range], *, first: bool, last: bool) -> float:
-        """Bytes of some layers, and of what lies before and behind them, as a pass has them, with gradients."""
-        return sum(
-            count * ((prediction.copies_bytes or prediction.weights_bytes) + prediction.trained_bytes)
-            for prediction, count in self._predictions(parts, first=first, last=last)
-        )
+    def in_pass(self, parts: Sequence[range], *, first: bool, last: bool) -> tuple[float, float]:
+        """Bytes of some layers, and of what lies before and behind them, as a pass has them; of their gradients."""
+        held = self._predictions(parts, first=first, last=last)
+        weights = sum(count * (each.copies_bytes or each.weights_bytes) for each, count in held)
+        return weights, sum(count * each.trained_bytes for each, count in held)
 
     def _predictions(self, parts: Sequence[range], *, first: bool, last: bool) -> list[tuple[Prediction, int]]:
         predictions = [(self._layers[n], count) for part in parts for n, count in self.model.counts_of(part).items()]
@@ -353,7 +355,8 @@ class _Passes:
     @property
     def gathers(self) -> bool:
         """True if layers are gathered one after another."""
-        return self.inner.kind == "fsdp" or any(strategy.gathers_weights for strategy in self.sharing)
+        gathering = self.inner.kind == "fsdp" or any(strategy.gathers_weights for strategy in self.sharing)
+        return gathering and self.stages is None  # a stage is gathered at once
 
     @cached_property
     def ring(self) -> Strategy | None:
@@ -391,34 +394,73 @@ class _Passes:
         gradients = held.pop("gradients")
         # Those of a ring, and those of the strategy inside of it.
         held["slots"] = held["slots"] + self.slots_bytes if self.sharing else max(held["slots"], self.slots_bytes)
-        has_own = self.inner.kind == "ddp" or self.ring is not None or self.accumulation > fewest
+        has_own = any(s.gradients_stay for s in (*self.sharing, self.inner)) or self.accumulation > fewest
         early = gradients if has_own else 0.0
         layers = range(len(self.traced.layers))  # none if the model does not say what its layers are
         given = max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in self.traced.layers), default=0.0)
         inside = max(map(self._whole, layers), default=0.0) if self.again else 0.0
         temporaries = inside
         if not self.by_units:  # else one unit at a time
-            passing = self.traced.temporaries
+            passing = self._passing(rank, has_head=has_head)
             # Gradients of weights are added where they travel, or counted above.
             if self.ring is not None or self.gathers:
                 passing = passing.without_constant()
             temporaries += passing.of(self.rows, cut=min(self.cuts.stream, self.cuts.interior))
-        if self.gathers:  # gradients of layers leave one after the other
-            number = max(1, self.model.num_layers)
-            late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
-            in_forward, at_once = max(whole.block, whole.layers), max(2 * whole.block, whole.layers)
-            gathered = (whole.root + in_forward, whole.root + whole.head + at_once + whole.beside)
-            last = {"gradients": late, "gathered": gathered[1], "activations": first, "temporaries": inside}
+        loss = self._loss(given, has_head=has_head)
+        if whole.stage:
+            moments = self._moments_of_stage(whole, kept=kept, gradients=gradients, fewest=fewest)
+            moments = [{**moment, **passing} for moment in moments for passing in (loss, {"temporaries": temporaries})]
+            moments.append({"gradients": gradients, "gathered": whole.stage_gradients, "temporaries": given})
         else:
-            gathered = (whole.stage, whole.stage)
-            last = {"gradients": gradients, "gathered": whole.stage, "temporaries": given}
-        moments = [
-            {"gradients": early, "gathered": gathered[0], "activations": kept, **self._loss(given, has_head=has_head)},
-            {"gradients": early, "gathered": gathered[1], "activations": kept, "temporaries": temporaries},
-            last,
-        ]
+            in_forward, in_backward, last = 0.0, 0.0, {"gradients": gradients, "temporaries": given}
+            if 0 in rank.stages:  # the embedding's gradient is the last of a micro-batch, while others are kept
+                of_table = max((w.num_bytes for unit in self.model.before for w in _trained(unit)), default=0)
+                made = min(of_table, self.traced.temporaries.constant_bytes) / self.cuts.interior
+                # The first micro-batch's gradient is there to stay; what adds to it is made apart.
+                ended = 1 if self.accumulation > self.in_flight[0] else 2
+                waiting = kept * max(0.0, 1 - ended / self.in_flight[0])
+                last |= {"activations": waiting, "temporaries": given + (made if self.accumulation > 1 else 0.0)}
+            if self.gathers:  # gradients of layers leave one after the other
+                number = max(1, self.model.num_layers)
+                late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
+                in_forward = whole.root + max(whole.block, whole.layers)
+                in_backward = whole.root + whole.head + max(2 * whole.block, whole.layers) + whole.beside
+                last = {"gradients": late, "gathered": in_backward, "activations": first, "temporaries": inside}
+            moments = [
+                {"gradients": early, "gathered": in_forward, "activations": kept, **loss},
+                {"gradients": early, "gathered": in_backward, "activations": kept, "temporaries": temporaries},
+                last,
+            ]
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
+
+    def _moments_of_stage(
+        self, whole: Gathered, *, kept: float, gradients: float, fewest: int
+    ) -> list[dict[str, float]]:
+        """A gathered stage while most is kept, and in later units, which begin with gradients that have been summed.
+
+        A first backward makes all gradients of the stage, and gives one micro-batch's activations up.
+        """
+        assert self.stages is not None
+        made = whole.stage_gradients if self.accumulation > fewest else 0.0
+        moments = [{"gathered": whole.stage + made, "activations": kept}]
+        if self.accumulation > self.stages.unit_of(self.accumulation):
+            others = kept * (1 - 1 / max(self.in_flight))
+            everything = whole.stage + whole.stage_gradients
+            moments.append({"gradients": gradients, "gathered": everything, "activations": others})
+        return moments
+
+    def _passing(self, rank: FixedMemory, *, has_head: bool) -> PerRow:
+        """What a backward makes and does not keep; of a weight's gradient at most that of this rank's largest one."""
+        passing, head = self.traced.temporaries, self.model.head
+        stages = rank.stages if self.stages is not None else ()
+        if not stages:
+            return passing
+        layers = {number for stage in stages for number in self.model.counts_of(self.parts[stage])}
+        units = [unit for number in layers for unit in self.model.classes[number].units]
+        units += [head] if has_head and head is not None else []
+        largest = max((w.num_bytes for unit in units for w in _trained(unit)), default=0)
+        return replace(passing, constant_bytes=min(passing.constant_bytes, largest))
 
     def _loss(self, given: float, *, has_head: bool) -> dict[str, float]:
         """Logits, what is made of them, and their gradient; ranks that cut a vocabulary make two tensors of it."""

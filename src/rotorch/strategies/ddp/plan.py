@@ -41,6 +41,7 @@ class DDP(OneAxis):
     """
 
     kind: ClassVar[str] = "ddp"
+    gradients_stay: ClassVar[bool] = True
     ranks_alike: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     recompute: Literal["none", "block"] = "none"

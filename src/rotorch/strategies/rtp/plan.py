@@ -122,6 +122,7 @@ class RTP(OneAxis):
     """
 
     kind: ClassVar[str] = "rtp"
+    gradients_stay: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     slices_visit: ClassVar[bool] = True

@@ -44,7 +44,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Phase, Transfer
 from rotorch.pipelining.actions import Schedule
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
+from rotorch.strategies.zeropp.schedule import make_zeropp_schedule, smallest_unit
 
 STAGES, SHARDS = "zeropp_stages", "zeropp_shards"
 
@@ -89,6 +89,10 @@ class ZeroPP(StageStrategy):
         if self.inner == "fsdp":
             return ""
         return f"{self.model_copy(update={'shards': 1, 'inner': 'fsdp'})},{self.inner}={self.shards}"
+
+    def unit_of(self, num_micro_batches: int) -> int:
+        usual = smallest_unit(num_ranks=self.stages, num_chunks=self.num_chunks)
+        return min(self.unit or usual, num_micro_batches)
 
     def table(self, num_micro_batches: int) -> Schedule:
         return make_zeropp_schedule(
