@@ -254,7 +254,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
         if kept is None:
             raise ConfigError(
                 f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed: slices are not "
-                "kept by retain_graph=True. Add the losses and call backward once, or write transport=shared_memory"
+                f"kept by retain_graph=True. Add the losses and call backward once, or {unit.instead_of_visits}"
             )
         # Only gradients rotate: the logits are kept, and the hidden state's gradient was made in forward.
         for visit in unit.visits(backward=True, fetch=False):

@@ -92,6 +92,12 @@ class RotatingUnit:
         flat = self.ring.whole_weights(self.item)
         return None if flat is None else self.slices.whole(flat)
 
+    @property
+    def instead_of_visits(self) -> str:
+        """The layout to write where slices that visit will not do, for errors."""
+        in_place = self.ring.name != "shared_memory" and not self.recompute
+        return "write transport=shared_memory" if in_place else "write fsdp in place of rtp"
+
     @cached_property
     def forward_status(self) -> int:
         """The value of `StatusWord.now` for the whole unit's forward."""
@@ -298,7 +304,7 @@ class _RotateModule(torch.autograd.Function):
         if ctx.run is None:
             raise ConfigError(
                 f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed: slices are not "
-                "kept by retain_graph=True. Add the losses and call backward once, or write transport=shared_memory"
+                f"kept by retain_graph=True. Add the losses and call backward once, or {unit.instead_of_visits}"
             )
         leaves = _leaves(_inputs_again(ctx), ctx.needs_input_grad[3:]) if unit.recompute else ctx.leaves
         wanted = [x for x in leaves if x.requires_grad]
