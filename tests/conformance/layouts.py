@@ -53,6 +53,7 @@ WHOLE_EXPERTS = {
     ("pp=2,rtp=2[experts=whole]", "mixtral"),
     ("ep=3[recompute=block]", "mixtral"),
     ("ddp=2,ep=2", "mixtral"),
+    ("pp=2,ep=2", "mixtral"),
 }
 """Of experts that rotate whole, or to which tokens travel.
 
@@ -247,6 +248,7 @@ EXAMINED = {
     ("osdp=3[memory=4700KiB,inner=fsdp]", "llama"),
     ("rtp=3[recompute=slice,transport=send_receive,experts=whole]", "mixtral"),
     ("ep=3[recompute=block]", "mixtral"),
+    ("pp=2,ep=2", "mixtral"),
     ("atp=1x2", "llama"),
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),

@@ -107,6 +107,7 @@ def test_bytes_are_the_formula_of_the_pairs_that_travelled(layout):
         pytest.param("gpt_oss", "ep=2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "ddp=2,ep=2", marks=pytest.mark.slow),
         pytest.param("qwen2_moe", "ep=2[context=2]", marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", "pp=2[schedule=zb_h1],ep=3[recompute=block]", marks=pytest.mark.slow),
     ],
 )
 def test_exact(kind, layout):
@@ -144,7 +145,11 @@ def test_a_single_row_arrives():
     ("layout", "more", "said"),
     [
         ("ep=6", {}, r"over 6 ranks, and 'model\.layers\.0\.mlp\.experts' has 5 experts.* Write fsdp=5 or less"),
-        ("pp=2,ep=2", {"output_router_logits": False}, r"in the middle of a stage.* Leave experts out"),
+        (
+            "pp=2,ep=6",
+            {"output_router_logits": False},
+            r"over 6 ranks, and 'model\.layers\.0\.mlp\.experts' has 5 experts.* Write fsdp=5 or less",
+        ),
     ],
 )
 def test_refused_before_anything_starts(layout, more, said):

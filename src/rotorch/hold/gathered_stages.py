@@ -22,7 +22,7 @@ to sum their gradients (REDUCE_GRAD): one message each, however many weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -88,6 +88,8 @@ class GatheredStages(Memory):
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
         shapes: of gathered weights, by name, where these are slices.
         param_dtype: of gathered weights, if it is another one than that of the shards, which gradients have.
+        stay: names of weights that are not gathered: passes compute with this rank's shards of them, and their
+            gradients are complete there.
     """
 
     fills_leaves = True
@@ -101,8 +103,10 @@ class GatheredStages(Memory):
         reshard: bool = True,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         param_dtype: torch.dtype | None = None,
+        stay: Collection[str] = (),
     ) -> None:
         super().__init__()
+        self._stay = frozenset(stay)
         self._stages = dict(stages)
         self._shapes, self._param_dtype = shapes or {}, param_dtype
         self._axis_group = axis_group
@@ -116,7 +120,9 @@ class GatheredStages(Memory):
         self._left_behind: list[Wait] = []
         """Gathers that a step broke off: late messages still write to the memory that was given for them."""
 
-    def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
+    def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
+        if held.name in self._stay:
+            return super().leaf(placement, held)
         shape = self._shapes.get(held.name, held.weight.shape)
         whole = make_leaf(held.local.new_empty(shape, dtype=dtype_of_leaf(held, self._param_dtype)), of=held)
         # Only the shape is kept: `_gather` allocates the storage when the stage is needed.
@@ -124,6 +130,11 @@ class GatheredStages(Memory):
         group = self._groups.setdefault((self._stages[held.name], held.local.dtype), _Group())
         group.shards.append(_Shard(held, whole, -(-whole.shape[0] // self._axis_group.size)))
         return whole
+
+    def start(self, weights: Mapping[str, ShardedWeight]) -> None:
+        super().start(weights)
+        for name in self._stay:
+            weights[name].update_leaf()
 
     # ---------------------------------------------------------------- whole weights
 
@@ -256,17 +267,21 @@ class GatheredStages(Memory):
 
     def unused(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
         trained = (shard for group in self._groups.values() for shard in group.trained)
-        return [shard.held.name for shard in trained if not shard.is_used and shard.whole.grad is None]
+        gathered = [shard.held.name for shard in trained if not shard.is_used and shard.whole.grad is None]
+        return gathered + super().unused({name: weights[name] for name in self._stay})
 
     def gradient(self, held: ShardedWeight) -> Tensor | None:
-        return self._completed.get(held.name)
+        return super().gradient(held) if held.name in self._stay else self._completed.get(held.name)
 
     def put_gradient(self, held: ShardedWeight, gradient: Tensor) -> None:
-        self._completed[held.name] = gradient
+        if held.name in self._stay:
+            super().put_gradient(held, gradient)
+        else:
+            self._completed[held.name] = gradient
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """This rank's rows of the step's summed gradients; none of stages that no rank has computed."""
-        return self._completed
+        return {**super().complete({name: weights[name] for name in self._stay}), **self._completed}
 
     @property
     def _completed(self) -> dict[str, Tensor]:

@@ -450,13 +450,16 @@ class ShardedWeights:
         """Names of trained weights that no backward of this rank's step has reached; before `reduce` and `finish`."""
         return self.memory.unused(self.held)
 
-    def unused_count_as_zero(self) -> None:
+    def unused_count_as_zero(self, names: Iterable[str] | None = None) -> None:
         """Gives weights that no pass of this step used a gradient of zeros: a sum over replicas needs one of each.
 
         On all ranks alike, so that the same tensors are summed everywhere.
+
+        Args:
+            names: of the weights; None: all.
         """
-        for name, leaf in self.leaves.items():
-            held = self.held[name]
+        for name in self.leaves if names is None else names:
+            held, leaf = self.held[name], self.leaves[name]
             if leaf.requires_grad and self.memory.gradient(held) is None:
                 self.memory.put_gradient(held, torch.zeros_like(held.local))
 

@@ -7,10 +7,12 @@ from torch.distributed.tensor import Placement, Shard
 
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.spec import ModelSpec, Unit, Weight
+from rotorch.core.whole_experts import WholeExperts
 from rotorch.hold.gathered_stages import GatheredStages
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.hold.whole_experts import pairs_that_travelled, send_tokens_to_experts
 
 
 class StageShards(SimpleShardedModel, ShardedStages):
@@ -28,11 +30,30 @@ class StageShards(SimpleShardedModel, ShardedStages):
     def __init__(self, setup: Setup, *, spec: ModelSpec, mesh: DeviceMesh, reshard: bool = True) -> None:
         axis_group = AxisGroup.along(mesh, (mesh.mesh_dim_names or ("",))[0])
         stages = {weight.name: unit.stages for unit in spec.units for weight in unit.weights}
+        experts = [unit for unit in spec.units if unit.note(WholeExperts)]
+        self._stay = stay = [weight.name for unit in experts for weight in unit.weights]
         self._memory = GatheredStages(
-            stages, axis_group=axis_group, device=setup.device, reshard=reshard, param_dtype=setup.param_dtype
+            stages,
+            axis_group=axis_group,
+            device=setup.device,
+            reshard=reshard,
+            param_dtype=setup.param_dtype,
+            stay=stay,
         )
-        placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
+        placements = [
+            (ShardPlacement.slice_of if weight.name in stay else ShardPlacement.rows_of)(weight, mesh=mesh)
+            for weight in spec.weights
+        ]
         super().__init__(setup.module, setup.shards(placements, memory=self._memory, mesh=mesh))
+        self._travelling = send_tokens_to_experts(setup, experts, axis_group=axis_group, leaves=self.shards.leaves)
+
+    @property
+    def routed(self) -> tuple[tuple[str, int, int], ...]:
+        return pairs_that_travelled(self._travelling)
+
+    def finish(self) -> None:
+        self.shards.unused_count_as_zero(self._stay)  # no token of this step may have come to these, and some to others
+        super().finish()
 
     def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
         return (Shard(0),)

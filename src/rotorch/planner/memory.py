@@ -166,7 +166,7 @@ def at_rest(
     inside = 1
     for strategy in strategies[strategies.index(stages) + 1 :]:
         inside *= strategy.num_ranks
-    whole = _HeldBytes(model, (Single(),)) if around[-1].gathers_weights else None
+    whole = _HeldBytes(model, (Single(),), gathered=True) if around[-1].gathers_weights else None
     found = []
     for position, mine in enumerate(stages.stages_by_rank):
         first, last = 0 in mine, stages.num_stages - 1 in mine
@@ -182,10 +182,16 @@ def at_rest(
 
 
 class _HeldBytes:
-    """Bytes that ranks hold of each class of layers, and of the weights around the layers."""
+    """Bytes that ranks hold of each class of layers, and of the weights around the layers.
 
-    def __init__(self, model: FoldedModel, strategies: Sequence[Strategy]) -> None:
-        self.model = model
+    Args:
+        model: folded.
+        strategies: outermost first.
+        gathered: leave out experts that stay on their ranks.
+    """
+
+    def __init__(self, model: FoldedModel, strategies: Sequence[Strategy], *, gathered: bool = False) -> None:
+        self.model, self._is_gathered = model, gathered
         self._inner, self._shared = strategies[-1], any(s.gathers_weights for s in sharing(strategies))
         self._reshards = all(getattr(strategy, "reshard", True) for strategy in strategies)
         self.gathers = self._inner.gathers_weights or self._shared
@@ -228,7 +234,8 @@ class _HeldBytes:
         return 0.0 if unit.note(WholeExperts) is not None else float(share)
 
     def _predicted(self, units: Sequence[Unit], strategies: Sequence[Strategy]) -> Prediction:
-        spec = replace(self.model.spec, units=tuple(units))
+        held = (unit for unit in units if not self._is_gathered or unit.note(WholeExperts) is None)
+        spec = replace(self.model.spec, units=tuple(held))
         return predict_part(spec, strategies=strategies, rank=0)
 
     def in_pass(self, parts: Sequence[range], *, first: bool, last: bool) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import before_sums_of_gradients, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.core.spec import Unit
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.gathered_layers import GatheredLayers, called_while_sharded, used_outside_of_its_block
@@ -21,10 +20,9 @@ from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.hold.stage_shards import StageShards
+from rotorch.hold.whole_experts import pairs_that_travelled, send_tokens_to_experts
 from rotorch.mesh import sum_in_one_message
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
-from rotorch.ops.partial_module import PartialModule
-from rotorch.ops.travelling_tokens import TravellingTokens
 from rotorch.shard.sharded_weight import ShardedWeight
 
 
@@ -49,7 +47,8 @@ class FSDPModel(ShardedModel):
         placements += [ShardPlacement.slice_of(weight, mesh=mesh) for unit in experts for weight in unit.weights]
         self._beside = setup.shards(placements)
         self._summed = [weight.name for unit in whole for weight in unit.weights]
-        self._travelling = self._to_experts(setup, experts)
+        axis_group = AxisGroup.along(mesh, "fsdp")
+        self._travelling = send_tokens_to_experts(setup, experts, axis_group=axis_group, leaves=self._beside.leaves)
         ignored = {held.parameter for held in self._beside.held.values()}
         options = {"reshard_after_forward": strategy.reshard, "mp_policy": precision}
         for block in repeated_blocks(module):
@@ -124,25 +123,7 @@ class FSDPModel(ShardedModel):
 
     @property
     def routed(self) -> tuple[tuple[str, int, int], ...]:
-        return tuple((name, *tokens.routed) for name, tokens in self._travelling.items())
-
-    def _to_experts(self, setup: Setup, units: Sequence[Unit]) -> dict[str, TravellingTokens]:
-        """Has tokens travel to experts that stay on their ranks; by the name of the module of experts."""
-        found: dict[str, TravellingTokens] = {}
-        axis_group = AxisGroup.along(setup.mesh, "fsdp")
-        for unit in units:
-            module = setup.module.get_submodule(unit.name)
-            found[unit.name] = TravellingTokens(module, unit=unit, axis_group=axis_group, sites=setup.sites)
-            PartialModule(
-                module,
-                unit=unit,
-                slices=found[unit.name],
-                sites=setup.sites,
-                once=self._beside.leaves.__getitem__,
-                proven=True,  # by the trial that found the unit
-                compiled=False,
-            )
-        return found
+        return pairs_that_travelled(self._travelling)
 
     def _recover(self) -> None:
         """Resets torch's state after an exception in the middle of a pass, since it still expects the rest of it."""

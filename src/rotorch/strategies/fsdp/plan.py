@@ -123,11 +123,6 @@ class FSDP(OneAxis):
         if self.experts == "whole":
             check_whole_experts(spec, kind=self.kind)
             check_every_rank_has_some(with_whole_experts(spec), size=self.size, kind=self.kind)
-            if any(unit.stages for unit in spec.units):
-                raise ConfigError(
-                    "fsdp: experts=whole sends tokens between ranks in the middle of a stage, and tables of pipelines "
-                    "have no place for that. Leave experts out, or leave the pipeline out"
-                )
         if self.memory is not None:
             self.units_of(spec)  # finds units that fit into it, or says that none do
 
