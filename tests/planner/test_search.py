@@ -101,7 +101,8 @@ def test_a_pipeline_counts_the_rank_that_holds_most():
     (plan,) = search(task(cluster="h100x8", rows=8), texts=["pp=8"]).plans
     first_stage = 8 * (LAYER.stream.row_bytes + LAYER.interior.row_bytes)
     assert plan.memory.rank in (0, 7)
-    assert plan.memory.by_category["activations"] >= 0.9 * first_stage or plan.memory.rank == 7
+    # Once there are gradients, one of eight micro-batches has ended.
+    assert plan.memory.by_category["activations"] >= 7 / 8 * first_stage or plan.memory.rank == 7
 
 
 def test_what_cannot_hold_the_model_is_named():

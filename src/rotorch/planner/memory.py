@@ -423,10 +423,11 @@ class _Passes:
             if 0 in rank.stages:  # the embedding's gradient is the last of a micro-batch, while others are kept
                 of_table = max((w.num_bytes for unit in self.model.before for w in _trained(unit)), default=0)
                 made = min(of_table, self.traced.temporaries.constant_bytes) / self.cuts.interior
-                # The first micro-batch's gradient is there to stay; what adds to it is made apart.
-                ended = 1 if self.accumulation > self.in_flight[0] else 2
-                waiting = kept * max(0.0, 1 - ended / self.in_flight[0])
-                last |= {"activations": waiting, "temporaries": given + (made if self.accumulation > 1 else 0.0)}
+                # The first micro-batch's gradients are there to stay; what adds to them is made apart.
+                among, adds = self.in_flight[0], self.accumulation > self.in_flight[0]
+                second = kept * max(0.0, 1 - 2 / among), made if self.accumulation > 1 else 0.0
+                left, beside = max((kept * (1 - 1 / among), made if adds else 0.0), second, key=sum)
+                last |= {"activations": left, "temporaries": given + beside}
             if self.gathers:  # gradients of layers leave one after the other
                 number = max(1, self.model.num_layers)
                 late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
