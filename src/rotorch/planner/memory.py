@@ -10,12 +10,14 @@
     At the start of backward all saved tensors are alive, and logits with their gradient. In the first backward
     of a layer temporaries are alive beside them, and all of its interior if that is recomputed. At the end no tensor
     is saved any more, but all gradients exist. The highest of the three counts. Before the first backward of a step
-    gradients exist only if they have permanent memory (`ddp`'s buckets, `rtp`'s home slices).
+    gradients exist only if they have permanent memory (`ddp`'s buckets, `rtp`'s home slices, buffers of grids). In a
+    pipeline the embedding's gradient is the last of a micro-batch, made while others are kept.
 
 [Note: gathered]
     `fully_shard` has whole: the weights around the layers, from beginning to end; and during a layer's backward this
     layer, the layer fetched ahead, the gradient of each and the message that sends it, beside the head's gradient.
-    Around another strategy the gradient of a layer is summed before the next one is made.
+    Around another strategy the gradient of a layer is summed before the next one is made. A pipeline gathers a stage at
+    once, and its gradients are whole until the unit of micro-batches ends.
 """
 
 from __future__ import annotations
