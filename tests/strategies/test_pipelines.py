@@ -316,12 +316,22 @@ def test_a_tied_head_is_borrowed_for_a_step(tiny, parallel):
 
 
 def losses_with_a_late_borrower(path, parallel):
-    """Losses of three steps in which the last rank receives its borrowed weight late."""
+    """Losses of three steps in which one rank of the last stage has the values of its borrowed weight late."""
     model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
-    if model.mesh.size() > 1 and model.mesh.get_rank() == model.mesh.size() - 1:
+    if model.mesh.size() > 1 and model.mesh.get_rank() == model.mesh.size() - 2:
         messages = model.sharded._messages
         exchange = messages.exchange
-        messages.exchange = lambda *tensors: (time.sleep(0.5), exchange(*tensors))
+
+        def late(outgoing, incoming):
+            before = [tensor.clone() for _, tensor in incoming]
+            exchange(outgoing, incoming)
+            came = [tensor.clone() for _, tensor in incoming]
+            for values, wait in ((before, 0.5), (came, 0.0)):
+                for (_, tensor), value in zip(incoming, values, strict=True):
+                    tensor.copy_(value)
+                time.sleep(wait if incoming else 0.0)
+
+        messages.exchange = late
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     batch = batch_of(model.module.config, num_rows=2)
     mine = {name: rows.tensor_split(model.num_batch_ranks)[model.batch_rank] for name, rows in batch.items()}
@@ -334,9 +344,10 @@ def losses_with_a_late_borrower(path, parallel):
     return losses
 
 
-def test_no_rank_of_a_ring_reads_a_borrowed_weight_before_all_of_them_have_it(tiny):
+@pytest.mark.parametrize(("parallel", "num_ranks"), [("pp=2,rtp=2", 4), ("pp=2,summa=2x2", 8)])
+def test_no_rank_reads_a_borrowed_weight_of_another_one_before_all_of_them_have_it(tiny, parallel, num_ranks):
     (alone,) = run_ranks(losses_with_a_late_borrower, tiny("qwen3"), "single", num_ranks=1)
-    for losses in run_ranks(losses_with_a_late_borrower, tiny("qwen3"), "pp=2,rtp=2", num_ranks=4):
+    for losses in run_ranks(losses_with_a_late_borrower, tiny("qwen3"), parallel, num_ranks=num_ranks):
         assert losses == pytest.approx(alone, rel=1e-6)
 
 

@@ -33,7 +33,15 @@ from rotorch.models.describe import describe
 from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
-from rotorch.strategies import batch_ranks, cuts_context, cuts_features, cuts_tokens, num_ranks, parse_parallel
+from rotorch.strategies import (
+    as_they_run,
+    batch_ranks,
+    cuts_context,
+    cuts_features,
+    cuts_tokens,
+    num_ranks,
+    parse_parallel,
+)
 
 OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
 """Exit codes; 2, the input was wrong, is `ConfigError`."""
@@ -143,9 +151,7 @@ def bench(
             row.verdict = _judge(row, task=task, spec=spec, strategies=layouts.get(row.name), reference=reference)
     if task.accumulation == 1:  # Layouts speak of one micro-batch
         for name, strategies in layouts.items():
-            rows[name].predictions = _predictions(
-                spec, task=task, strategies=strategies, transport=rows[name].transport
-            )
+            rows[name].predictions = _predictions(spec, task=task, strategies=strategies, row=rows[name])
     times = {name: row.times for name, row in rows.items() if row.times is not None and row.problem is None}
     memory = {name: row.memory_bytes() for name, row in rows.items() if row.problem is None}
     checked = []
@@ -230,7 +236,7 @@ def _judge(
     if verdict.reason is not None or not row.held_elements:
         return verdict
     if strategies is not None:
-        predictions = _predictions(spec, task=task, strategies=strategies, transport=row.transport)
+        predictions = _predictions(spec, task=task, strategies=strategies, row=row)
         held_bytes = sum(p.weights_bytes for p in predictions)
         at_most = held_bytes // spec.weights[0].itemsize
     elif row.peer is not None and row.peer.sharded:
@@ -240,16 +246,10 @@ def _judge(
     return replace(verdict, reason=judge_sharding(row.held_elements, at_most=at_most, whole=spec.num_parameters))
 
 
-def _predictions(
-    spec: ModelSpec, *, task: Task, strategies: Sequence[Strategy], transport: str | None
-) -> list[Prediction]:
-    """Predicts bytes and traffic by rank, at the task's precision and with the transport that "auto" resolved to."""
-    as_run = [
-        strategy.model_copy(update={"transport": transport})
-        if getattr(strategy, "transport", None) == "auto"
-        else strategy
-        for strategy in (s.at_precision(task.dtype_of_passes) for s in strategies)
-    ]
+def _predictions(spec: ModelSpec, *, task: Task, strategies: Sequence[Strategy], row: Row) -> list[Prediction]:
+    """Predicts bytes and traffic by rank, at the task's precision and with the transports that "auto" resolved to."""
+    at_precision = [strategy.at_precision(task.dtype_of_passes) for strategy in strategies]
+    as_run = as_they_run(at_precision, transport=row.transport, within=row.transport_within)
     rows = task.global_batch // task.accumulation // batch_ranks(strategies)
     # Under autocast some activations have its precision and some their weights', as the model's code will have it.
     under_autocast = task.precision == "autocast_bfloat16"
@@ -293,7 +293,8 @@ def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: 
             try:
                 alive[name] = RowRanks(task, row=name, num_ranks=row.num_ranks, timeout_s=options.timeout_s)
                 built = alive[name].ask("build")[0]
-                row.threads, row.transport, row.settings = built.threads, built.transport, built.settings
+                row.threads, row.settings = built.threads, built.settings
+                row.transport, row.transport_within = built.transport, built.transport_within
             except RankFailure as failure:
                 failed(name, failure)
         times = take_turns(alive, num_rounds=options.rounds, num_steps=options.steps, failed=failed, advanced=advanced)

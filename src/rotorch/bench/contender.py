@@ -135,6 +135,10 @@ class UnderLayout(Contender):
     def transport(self) -> str | None:
         return self.model.sharded.transport
 
+    @property
+    def transport_within(self) -> str | None:
+        return self.model.sharded.transport_within
+
     def slots(self) -> list[Tensor]:
         return self.model.sharded.slots()
 

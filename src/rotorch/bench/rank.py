@@ -75,11 +75,13 @@ class Built:
     Attributes:
         threads: threads of the rank.
         transport: transport of slices, if there is a choice.
+        transport_within: of the ranks inside of a ring that share a batch.
         settings: of its process.
     """
 
     threads: int
     transport: str | None
+    transport_within: str | None
     settings: ProcessSettings
 
 
@@ -153,7 +155,8 @@ class _Rank:
         self._process = ProcessSetter(self._task.device, as_torch_leaves_it=as_is)
         self._contender = make_contender(self._task, row=self._setup.row, rank=self._setup.rank)
         give_back_freed_memory()
-        return Built(torch.get_num_threads(), self._contender.transport, self._process.settings())
+        made = self._contender
+        return Built(torch.get_num_threads(), made.transport, made.transport_within, self._process.settings())
 
     def steps(self, count: int) -> list[StepTime]:
         """Runs `count` steps, all ranks starting each together."""

@@ -70,6 +70,7 @@ class Row:
         num_ranks: number of its ranks.
         threads: threads of each rank.
         transport: transport of slices, if there is a choice.
+        transport_within: of the ranks inside of a ring that share a batch.
         times: None if the row failed.
         verdict: on its losses.
         tensors, traffic: by rank.
@@ -87,6 +88,7 @@ class Row:
     num_ranks: int
     threads: int = 1
     transport: str | None = None
+    transport_within: str | None = None
     times: Times | None = None
     verdict: Verdict | None = None
     tensors: list[TensorMemory] = field(default_factory=list)

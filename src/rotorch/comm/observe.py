@@ -133,6 +133,11 @@ class Observable:
         return None
 
     @property
+    def transport_within(self) -> str | None:
+        """Name of the transport among ranks inside of a ring that share a batch; None without such ranks."""
+        return None
+
+    @property
     def num_hosts(self) -> int | None:
         """Number of hosts of that transport, where it goes by hosts."""
         return None

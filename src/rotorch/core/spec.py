@@ -297,6 +297,10 @@ class KeptWhole:
     why: str
 
 
+NEEDED_WHOLE = "every slice of a module that runs on slices of its weights needs it"
+"""The reason why a weight of `ModelSpec.inside` is whole, where it is."""
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model as strategies and the planner see it: its units in order of use.
@@ -379,6 +383,7 @@ class ModelSpec:
     def with_inside_whole(self) -> ModelSpec:
         """The same without the cuts of `with_inside_cut`: the modules that need these weights find them whole."""
         needed = {name for unit in self.units for name in unit.replicated}
+        left = [KeptWhole(u.name, u.num_bytes, NEEDED_WHOLE) for u in self.cut_units if u.name in needed]
 
         def uncut(unit: Unit) -> Unit:
             if unit.kind is UnitKind.REPLICATED or unit.name not in needed:
@@ -386,7 +391,7 @@ class ModelSpec:
             weights = tuple(replace(weight, cut=None) for weight in unit.weights)
             return replace(unit, kind=UnitKind.REPLICATED, combine=Combine.NONE, weights=weights)
 
-        return replace(self, units=tuple(map(uncut, self.units)))
+        return replace(self, units=tuple(map(uncut, self.units)), kept_whole=(*self.kept_whole, *left))
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.comm.collectives import common_seed
+from rotorch.comm.collectives import barrier, common_seed
 from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.comm.status_word import StatusWord
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
@@ -118,6 +118,9 @@ class GridModel(SimpleShardedModel, ShardedStages):
         # No two ranks have the same tokens and features, so their random numbers (dropout) must differ.
         with seeded_rng(common_seed(mesh=self._mesh) + self._rank), super().unsharded() as callee:
             yield callee
+
+    def borrowed_ready(self) -> None:
+        barrier(mesh=self._mesh)  # ranks of a column read blocks in homes that another one has received
 
     def start(self) -> None:
         # First the axis groups: gathering blocks, in `super().start`, communicates over the depth already.

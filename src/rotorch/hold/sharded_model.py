@@ -45,9 +45,6 @@ class ShardedModel(Observable, ABC):
     no_plain_call: str | None = None
     """The reason why a user's own loop cannot call the model, and what to write instead; None if it can."""
 
-    transport_within: str | None = None
-    """Transport of the ranks inside of a ring that share a batch; None if there are none."""
-
     calls_start_at_root: bool = False
     """True if a part that is called by itself needs weights that the module's own hooks gather."""
 
@@ -251,7 +248,6 @@ class OuterShardedModel(ShardedModel):
         self._inner = inner
         self.no_plain_call = inner.no_plain_call
         self.calls_start_at_root = inner.calls_start_at_root
-        self.transport_within = inner.transport_within
 
     @property
     def computed(self) -> Iterable[str]:
@@ -273,6 +269,10 @@ class OuterShardedModel(ShardedModel):
     @property
     def transport(self) -> str | None:
         return self._inner.transport
+
+    @property
+    def transport_within(self) -> str | None:
+        return self._inner.transport_within
 
     @property
     def num_hosts(self) -> int | None:

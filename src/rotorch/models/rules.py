@@ -29,7 +29,7 @@ from itertools import groupby
 
 from torch import nn
 
-from rotorch.core.spec import Combine, Cut, KeptWhole, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import NEEDED_WHOLE, Combine, Cut, KeptWhole, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.lora import is_adapter, without_adapters
 from rotorch.models.trial.uses import Use, pattern_of
 
@@ -110,8 +110,7 @@ def cut_what_is_left(
     by_rule = _units(module, free)
     for unit in by_rule:
         if unit.name in inside:
-            why = "every slice of a module that runs on slices of its weights needs it"
-            kept.append(KeptWhole(unit.name, unit.num_bytes, why))
+            kept.append(KeptWhole(unit.name, unit.num_bytes, NEEDED_WHOLE))
     settled = {w.name for unit in by_rule for w in unit.weights} | {each.name for each in kept}
     kept += [KeptWhole(w.name, w.num_bytes, _reason(w, module=module)) for w in large if w.name not in settled]
     units = [_as_used(unit, uses) for unit in by_rule if unit.name not in inside]

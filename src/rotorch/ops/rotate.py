@@ -57,6 +57,7 @@ class RotatingUnit:
         dtype: of its weights as modules see them: that of visiting slices, or, under autocast, of slices at home.
         keep_attention: a recomputed forward takes the kept outputs of attention.
         trained: True if its weights get gradients.
+        may_lie_whole: True if its weights would be read whole in place over shared memory.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         receiver: takes the weights' gradients during the backward of a slice.
         put: puts a slice's weights into the module, for parts of it that run again while a kept graph is differentiated
@@ -76,6 +77,7 @@ class RotatingUnit:
     dtype: torch.dtype
     trained: bool = True
     keep_attention: bool = False
+    may_lie_whole: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     receiver: SliceGradient | None = None
     put: Callable[[Sequence[Tensor]], None] | None = None
@@ -95,8 +97,7 @@ class RotatingUnit:
     @property
     def instead_of_visits(self) -> str:
         """The layout to write where slices that visit will not do, for errors."""
-        in_place = self.ring.name != "shared_memory" and not self.recompute
-        return "write transport=shared_memory" if in_place else "write fsdp in place of rtp"
+        return "write transport=shared_memory" if self.may_lie_whole else "write fsdp in place of rtp"
 
     @cached_property
     def forward_status(self) -> int:

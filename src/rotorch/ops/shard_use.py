@@ -88,10 +88,10 @@ class ShardUse(WeightUse):
             if bias is not None and own_bias is None:
                 # A bias that is whole on every rank: the head's columns are cut, so each rank adds its own part.
                 own_bias = scatter_to_region(bias, dim=0, lengths=self._lengths, axis_group=self.axis_group)
-
             inner = use_of(self.shard)
             if isinstance(inner, RingUse):
                 shared = SharedVocabulary(self.axis_group, self.ranges)
+                # None for a bias that does not travel: then this rank's logits are real.
                 if (rotating := inner.rotating_head(own_bias, shared=shared)) is not None:
                     return DeferredLogits(x, rotating)
 

@@ -418,18 +418,12 @@ class _Passes:
         loss = self._loss(given, has_head=has_head)
         if whole.stage:
             moments = self._moments_of_stage(whole, kept=kept, gradients=gradients, fewest=fewest)
-            moments = [{**moment, **passing} for moment in moments for passing in (loss, {"temporaries": temporaries})]
+            moments = [{**moment, **beside} for moment in moments for beside in (loss, {"temporaries": temporaries})]
             moments.append({"gradients": gradients, "gathered": whole.stage_gradients, "temporaries": given})
         else:
             in_forward, in_backward, last = 0.0, 0.0, {"gradients": gradients, "temporaries": given}
-            if 0 in rank.stages:  # the embedding's gradient is the last of a micro-batch, while others are kept
-                of_table = max((w.num_bytes for unit in self.model.before for w in _trained(unit)), default=0)
-                made = min(of_table, self.traced.temporaries.constant_bytes) / self.cuts.interior
-                # The first micro-batch's gradients are there to stay; what adds to them is made apart.
-                among, adds = self.in_flight[0], self.accumulation > self.in_flight[0]
-                second = kept * max(0.0, 1 - 2 / among), made if self.accumulation > 1 else 0.0
-                left, beside = max((kept * (1 - 1 / among), made if adds else 0.0), second, key=sum)
-                last |= {"activations": left, "temporaries": given + beside}
+            if 0 in rank.stages:
+                last |= self._end_of_first_stage(kept, given=given)
             if self.gathers:  # gradients of layers leave one after the other
                 number = max(1, self.model.num_layers)
                 late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
@@ -453,12 +447,24 @@ class _Passes:
         """
         assert self.stages is not None
         made = whole.stage_gradients if self.accumulation > fewest else 0.0
-        moments = [{"gathered": whole.stage + made, "activations": kept}]
-        if self.accumulation > self.stages.unit_of(self.accumulation):
-            others = kept * (1 - 1 / max(self.in_flight))
-            everything = whole.stage + whole.stage_gradients
-            moments.append({"gradients": gradients, "gathered": everything, "activations": others})
-        return moments
+        summed = gradients if self.accumulation > self.stages.unit_of(self.accumulation) else 0.0
+        others, everything = kept * (1 - 1 / max(self.in_flight)), whole.stage + whole.stage_gradients
+        return [
+            {"gathered": whole.stage + made, "activations": kept},
+            {"gradients": summed, "gathered": everything, "activations": others},
+        ]
+
+    def _end_of_first_stage(self, kept: float, *, given: float) -> dict[str, float]:
+        """The last gradient of a micro-batch, the embedding's, is made while other micro-batches are kept."""
+        tables = [unit for unit in self.model.before if _trained(unit)]
+        made = max((float(self.inner.layout(unit).resident_bytes) for unit in tables), default=0.0)
+        if self.ring is not None:  # rows are added where they travel
+            made = 0.0
+        # The first micro-batch's gradients are there to stay; what adds to them is made apart.
+        among, adds = self.in_flight[0], self.accumulation > self.in_flight[0]
+        second = kept * max(0.0, 1 - 2 / among), made if self.accumulation > 1 else 0.0
+        left, beside = max((kept * (1 - 1 / among), made if adds else 0.0), second, key=sum)
+        return {"activations": left, "temporaries": given + beside}
 
     def _passing(self, rank: FixedMemory, *, has_head: bool) -> PerRow:
         """What a backward makes and does not keep; of a weight's gradient at most that of this rank's largest one."""

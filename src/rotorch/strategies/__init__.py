@@ -170,6 +170,32 @@ def for_batch(
     )
 
 
+def as_they_run(
+    strategies: Sequence[Strategy], *, transport: str | None, within: str | None, num_hosts: int | None = None
+) -> tuple[Strategy, ...]:
+    """The same strategies with the transports that "auto" came to.
+
+    Args:
+        strategies: outermost first.
+        transport: of the innermost, or of one that holds the model for it, too; None: it has no choice.
+        within: of the innermost one then.
+        num_hosts: that `transport` goes over, where it goes by hosts.
+    """
+
+    def over(strategy: Strategy, transport: str | None, num_hosts: int | None = None) -> Strategy:
+        if transport is None or getattr(strategy, "transport", None) != "auto":
+            return strategy
+        return strategy.model_copy(
+            update={"transport": transport} | ({} if num_hosts is None else {"hosts": num_hosts})
+        )
+
+    *outer, inner = strategies
+    if within is None:
+        return (*outer, over(inner, transport, num_hosts))
+    *outer, around = outer
+    return (*outer, over(around, transport, num_hosts), over(inner, within))
+
+
 def format_parallel(strategies: Sequence[Strategy]) -> str:
     """The inverse of `parse_parallel`."""
     return ",".join(str(s) for s in strategies)

@@ -15,6 +15,7 @@ from rotorch.mesh import flat_position
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.planner.prediction import unit_layout
+from rotorch.strategies import as_they_run
 
 _TO_THE_BYTE = (Kind.SEND, Kind.BROADCAST, Kind.REDUCE)
 _ROUNDING_BYTES = 64
@@ -54,7 +55,10 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
         batch: the micro-batch; None leaves out activations.
     """
     sent: dict[Kind, int] = defaultdict(int)
-    strategies = _as_they_run(model)
+    sharded = model.sharded
+    strategies = as_they_run(
+        model.strategies, transport=sharded.transport, within=sharded.transport_within, num_hosts=sharded.num_hosts
+    )
     positions = [_position(model, strategy) for strategy in strategies]
     for unit in _part_of_rank(model).units:
         transfers = list(unit_layout(unit, strategies=strategies, positions=positions).transfers)
@@ -104,22 +108,6 @@ def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | 
         if found > said + slack or too_little:
             number = meter.num_messages[kind]
             yield f"{kind}: sent {found} bytes in {number} messages, the Layouts say {said}"
-
-
-def _as_they_run(model: ParallelModel) -> list[Strategy]:
-    """The strategies, with the transports that "auto" came to."""
-    hosts, within = model.sharded.num_hosts, model.sharded.transport_within
-    *outer, inner = model.strategies
-    if within is not None:  # the next one around it has the ring
-        *outer, around = outer
-        return [*outer, _over(around, model.sharded.transport, hosts=hosts), _over(inner, within, hosts=None)]
-    return [*outer, _over(inner, model.sharded.transport, hosts=hosts)]
-
-
-def _over(strategy: Strategy, transport: str | None, *, hosts: int | None) -> Strategy:
-    if transport is None or getattr(strategy, "transport", None) != "auto":
-        return strategy
-    return strategy.model_copy(update={"transport": transport} | ({} if hosts is None else {"hosts": hosts}))
 
 
 def _part_of_rank(model: ParallelModel) -> ModelSpec:

@@ -201,7 +201,7 @@ class Megatron(OneAxis):
                 if name not in parts:
                     raise ConfigError(
                         f"megatron: {name!r} is used inside {unit.name!r}, which is cut, and outside of it. "
-                        "Give the weights of that module no role in the plan, or use rtp or fsdp"
+                        "Give the weights of that module no role in the plan, or write rtp or fsdp alone"
                     )
         return parts
 

@@ -79,7 +79,6 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         else:
             shards = setup.shards(within.placements, memory=memory, mesh=setup.inside)
         super().__init__(module, shards)
-        self.transport_within = None if within is None else within.axis_group.transport
         shards.withhold(u.unit for u in self.units)
         alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
@@ -113,8 +112,9 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         if within is not None:
             within.hold_empty_parts(module, shards=shards, sites=sites, compiled=compiled)
         if strategy.recomputes_units:
-            chosen = {weight.name for unit in spec.units if is_whole(unit) for weight in unit.weights}
-            for norm in _between_units(module, [u.unit for u in self.units], whole=shards.leaves.keys() - chosen):
+            between = [u for u in spec.units if u.kind is UnitKind.REPLICATED and not is_whole(u)]
+            whole = {weight.name for unit in between for weight in unit.weights}
+            for norm in _between_units(module, [u.unit for u in self.units], whole=whole):
                 recompute_norm(norm)
 
     def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
@@ -156,6 +156,10 @@ class RTPModel(SimpleShardedModel, ShardedStages):
     @property
     def transport(self) -> str | None:
         return self.ring.name
+
+    @property
+    def transport_within(self) -> str | None:
+        return None if self._within is None else self._within.axis_group.transport
 
     @property
     def num_hosts(self) -> int | None:
@@ -222,6 +226,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
             dtype=setup.param_dtype or ring.dtype,
             trained=_trained(unit, parameters),
             keep_attention=strategy.recompute == "all_but_attention",
+            may_lie_whole=reads_whole and setup.device.type == "cpu" and _lies_whole(unit, setup.sites, heads),
         )
         for item, (unit, flat) in enumerate(found)
     ]
@@ -242,15 +247,19 @@ def _one_by_one(units: Sequence[Unit], *, sites: Mapping[str, tuple[Site, ...]],
     """
     found: list[Unit] = []
     for unit in units:
-        linear = all(type(site.module) is nn.Linear for w in unit.weights for site in sites[w.name])
-        head = any(heads & {w.name, *w.aliases} for w in unit.weights)
-        if (linear or unit.kind is UnitKind.WEIGHT) and not head and all(map(can_lie_side_by_side, unit.weights)):
+        if _lies_whole(unit, sites, heads):
             found += [
                 replace(unit, name=w.name, kind=UnitKind.WEIGHT, weights=(w,), added_once=()) for w in unit.weights
             ]
         else:
             found.append(unit)
     return found
+
+
+def _lies_whole(unit: Unit, sites: Mapping[str, tuple[Site, ...]], heads: set[str]) -> bool:
+    linear = all(type(site.module) is nn.Linear for w in unit.weights for site in sites[w.name])
+    head = any(heads & {w.name, *w.aliases} for w in unit.weights)
+    return (linear or unit.kind is UnitKind.WEIGHT) and not head and all(map(can_lie_side_by_side, unit.weights))
 
 
 def _trained(unit: Unit, parameters: dict[str, nn.Parameter]) -> bool:

@@ -365,11 +365,16 @@ class RTP(OneAxis):
                 f"parallel: '{self},{inner}': rtp around {inner.kind} rotates that one's parts of weights, and has no "
                 f"context, memory or experts of its own. Write {without},{inner}"
             )
-        if inner.token_axes or inner.changes_the_model:
-            plain = f"{inner.kind}={inner.num_ranks}"
+        plain = f"Write {self},{inner.kind}={inner.num_ranks}, or fsdp={self.size},{inner}"
+        if inner.token_axes:
             raise ConfigError(
-                f"parallel: '{self},{inner}': a module runs once for each slice that visits, so its inputs and outputs "
-                f"are whole on every rank. Write {self},{plain}, or fsdp={self.size},{inner}"
+                f"parallel: '{self},{inner}': a module runs once for each slice that visits, and needs all tokens each "
+                f"time. {plain}"
+            )
+        if inner.changes_the_model:
+            raise ConfigError(
+                f"parallel: '{self},{inner}': slices of a part add up to one output, and sync_fraction makes ranks' "
+                f"outputs differ. {plain}"
             )
 
     def check_device(self, device_type: str) -> None:
