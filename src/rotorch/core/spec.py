@@ -384,6 +384,8 @@ class ModelSpec:
         """The same without the cuts of `with_inside_cut`: the modules that need these weights find them whole."""
         needed = {name for unit in self.units for name in unit.replicated}
         left = [KeptWhole(u.name, u.num_bytes, NEEDED_WHOLE) for u in self.cut_units if u.name in needed]
+        if not left:
+            return self
 
         def uncut(unit: Unit) -> Unit:
             if unit.kind is UnitKind.REPLICATED or unit.name not in needed:

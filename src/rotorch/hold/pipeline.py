@@ -106,7 +106,9 @@ class PipelinedModel(OuterShardedModel):
 
     def _placement(self, weight: Weight, *, unit: Unit) -> ShardPlacement:
         """This rank's shard of a weight among all ranks of the pipeline, over which it is cut in name only."""
-        placements = (Shard(0), *self._inner.placements_of(weight, unit=unit))
+        own = self._inner.placements_of(weight, unit=unit)
+        # Axes of one rank lie between, where a stage's own shards would be.
+        placements = (*[Shard(0)] * (self._inside.ndim - len(own)), *own)
         if weight.name not in self._owned:
             return ShardPlacement(weight, (), (0, *weight.shape[1:]), placements)
         inner = self._inner.weights[weight.name]

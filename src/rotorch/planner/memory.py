@@ -457,7 +457,8 @@ class _Passes:
     def _end_of_first_stage(self, kept: float, *, given: float) -> dict[str, float]:
         """The last gradient of a micro-batch, the embedding's, is made while other micro-batches are kept."""
         tables = [unit for unit in self.model.before if _trained(unit)]
-        made = max((float(self.inner.layout(unit).resident_bytes) for unit in tables), default=0.0)
+        held = max((float(self.inner.layout(unit).resident_bytes) for unit in tables), default=0.0)
+        made = min(held, self.traced.temporaries.constant_bytes)
         if self.ring is not None:  # rows are added where they travel
             made = 0.0
         # The first micro-batch's gradients are there to stay; what adds to them is made apart.
@@ -467,7 +468,7 @@ class _Passes:
         return {"activations": left, "temporaries": given + beside}
 
     def _passing(self, rank: FixedMemory, *, has_head: bool) -> PerRow:
-        """What a backward makes and does not keep; of a weight's gradient at most that of this rank's largest one."""
+        """Temporaries of a backward; in a stage a weight's gradient is one of a weight that the rank has."""
         passing, head = self.traced.temporaries, self.model.head
         stages = rank.stages if self.stages is not None else ()
         if not stages:

@@ -32,6 +32,7 @@ from rotorch.hold.ring_memory import RingMemory
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.hold.shared_batch import SharedBatch
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
 from rotorch.ops.gather_weight import gather_weights
@@ -44,7 +45,6 @@ from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
 from rotorch.shard.sites import Site
 from rotorch.strategies.rtp.plan import RTP
-from rotorch.strategies.rtp.shared_batch import SharedBatch
 
 _log = logging.getLogger(__name__)
 
