@@ -132,6 +132,9 @@ class FSDPModel(ShardedModel):
                 parameter.grad = None  # gathered, its gradient not reduced: it would count in the next step
         if self._has_begun:
             self._module.reset_iter_state()
+            for name, held in self.weights.items():  # which torch 2.13 leaves as a broken backward has them
+                if name not in self._beside.held:
+                    held.parameter.grad = None
 
     def _begin(self, *_: Any) -> None:
         self._has_begun = True
