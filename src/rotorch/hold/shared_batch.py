@@ -66,9 +66,9 @@ class SharedBatch:
         """A block in which these ranks draw the same random numbers. All of them."""
         return seeded_rng(common_seed(mesh=self.mesh))
 
-    def proxy(self, name: str, *, shard: Tensor) -> WeightProxy:
-        """The proxy of a whole weight of a WEIGHT unit, of which this rank has `shard`: a proxy, too, or empty."""
-        unit = next(u for u in self.whole_units.values() if any(w.name == name for w in u.weights))
+    def proxy(self, name: str, *, of: str, shard: Tensor) -> WeightProxy:
+        """The proxy of a whole weight in the WEIGHT unit `of`; this rank has `shard` of it: a proxy, too, or empty."""
+        unit = self.whole_units[of]
         weight = next(w for w in unit.weights if w.name == name)
         use = ShardUse(weight, shard, self.axis_group, "rtp", head=unit.logits, by_plan=self._by_plan)
         return WeightProxy(use, like=shard)
@@ -94,4 +94,5 @@ class SharedBatch:
                 )
             else:
                 for weight in unit.weights:
-                    shards.replace(weight.name, self.proxy(weight.name, shard=leaves[weight.name]))
+                    proxy = self.proxy(weight.name, of=unit.name, shard=leaves[weight.name])
+                    shards.replace(weight.name, proxy)

@@ -108,7 +108,9 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                     use = use_on_ring(weight, rotating, head=head, keep_logits=keep_logits, by_plan=spec.by_plan)
                     like = self.ring.home_weights(rotating.item).new_empty(0, dtype=rotating.dtype)
                     proxy = WeightProxy(use, like=like)
-                    shards.replace(weight.name, proxy if within is None else within.proxy(weight.name, shard=proxy))
+                    if within is not None:
+                        proxy = within.proxy(weight.name, of=rotating.unit.name, shard=proxy)
+                    shards.replace(weight.name, proxy)
         if within is not None:
             within.hold_empty_parts(module, shards=shards, sites=sites, compiled=compiled)
         if strategy.recomputes_units:
