@@ -27,12 +27,22 @@ PIPELINES = {
     ("pp=2,fsdp=2", "llama"),
     ("pp=2,atp=1x2", "llama"),
     ("pp=2,tesseract=1x1x2", "llama"),
+    ("pp=2,fsdp=2,megatron=2[sequence_parallel=true]", "qwen3"),
+    ("pp=2,rtp=2,megatron=2", "gemma2"),
     ("zeropp=2x2", "gemma2"),
     ("zeropp=2x1,rtp=2", "qwen3"),
     ("ddp=2,zeropp=2x1", "gpt_neox"),
 }
 """Of pipelines, what says most: most of them is one code, `hold/pipeline.py`, on four ranks."""
 
+
+THREE_DIMS = {
+    ("pp=2,fsdp=2,megatron=2", "llama"),
+    ("pp=2,fsdp=2,megatron=2[sequence_parallel=true]", "qwen3"),
+    ("pp=2,rtp=2,megatron=2", "gemma2"),
+    ("zeropp=2x1,rtp=2,megatron=2", "gpt_neox"),
+}
+"""Of stages whose ranks share slices of another strategy; of the invariants one says what two dimensions do not."""
 
 SHARED_SEQUENCES = {("rtp=2[context=2]", "qwen3"), ("fsdp=2[context=2]", "llama")}
 """Of sequences that ranks share; tests/strategies/test_context.py has more models, sizes and transports."""
@@ -178,7 +188,7 @@ def table() -> list[tuple[str, str]]:
             if getattr(made, "num_stages", 0) > 2:  # the models have two layers: chunks on one rank
                 made = strategy(**{**for_options(strategy, chosen), "stages": 1}, **chosen)
             pairs.append((format_parallel([made]), "llama"))
-    pairs += sorted(SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS)
+    pairs += sorted(THREE_DIMS | SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS)
     for outer, inner in sorted(COMPOSES):
         models = MODELS[:1] if is_grid(inner) else MODELS
         pairs += [(f"{of_size(outer, 2)},{smallest(inner)}", model) for model in models]

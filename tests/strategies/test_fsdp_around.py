@@ -1,4 +1,4 @@
-"""fsdp around megatron: exact whatever a model and its user do, and with a part of a slice per rank."""
+"""fsdp around megatron, in stages, too: exact whatever a model and its user do, with a part of a slice per rank."""
 
 from dataclasses import dataclass
 
@@ -30,6 +30,10 @@ pytestmark = pytest.mark.usefixtures("warm")
         pytest.param("fsdp=2[recompute=block,reshard=false],megatron=2", "mixtral", marks=pytest.mark.slow),
         pytest.param("fsdp=2,megatron=2[transport=messages]", "olmo2", marks=pytest.mark.slow),
         pytest.param("fsdp=4,megatron=2", "gpt_neox", marks=pytest.mark.slow),
+        pytest.param("pp=2[unit=1],fsdp=2[reshard=false],megatron=2", "qwen3", marks=pytest.mark.slow),
+        pytest.param("pp=2[schedule=zb_h1],fsdp=3,megatron=2", "gpt_neox", marks=pytest.mark.slow),
+        pytest.param("pp=2,fsdp=2[recompute=block],megatron=2", "mixtral", marks=pytest.mark.slow),
+        pytest.param("ddp=2,pp=2,fsdp=2,megatron=2", "llama", marks=pytest.mark.slow),
     ],
 )
 def test_is_exact(tiny, layout, family):
@@ -272,18 +276,6 @@ def pass_with_a_penalty():
 
 def test_a_weight_that_is_used_outside_of_its_block_is_refused():
     run_ranks(pass_with_a_penalty, num_ranks=4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ("pp=2,fsdp=2,megatron=2", "'pp=2' around 'fsdp=2,megatron=2': only replicas .* Leave out fsdp=2, or pp=2"),
-        ("ddp=2,pp=2,fsdp=2,megatron=2", "'ddp=2,pp=2' around 'fsdp=2,megatron=2': only replicas"),
-    ],
-)
-def test_a_pipeline_around_is_refused(layout, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_parallel(layout)
 
 
 @pytest.mark.parametrize("option", ["context=2", "memory=2GiB", "experts=whole"])

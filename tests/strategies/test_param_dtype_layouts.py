@@ -42,6 +42,10 @@ LAYOUTS = {
         "ddp=2,fsdp=2",
         "summa=2x2[transport=messages]",
     ),
+    8: (
+        "pp=2,fsdp=2,megatron=2[transport=messages,sequence_parallel=true]",
+        "pp=2,rtp=2[transport=send_receive],megatron=2[transport=messages]",
+    ),
 }
 
 

@@ -285,7 +285,6 @@ def test_weights_inside_of_modules_on_slices_stay_whole():
             "rtp=2,megatron=2[sync_fraction=0.5]",
             "outputs differ. Write rtp=2,megatron=2, or fsdp=2,megatron=2[sync_fraction=0.5]",
         ),
-        ("pp=2,rtp=2,megatron=2", "only replicas (ddp) can be around rtp"),
         ("rtp=2,rtp=2", "'rtp=2,rtp=2' cannot be composed"),
     ],
 )

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("warm")
         ("megatron=2[sequence_parallel=true]", "olmo2"),  # attentions that all ranks compute whole
         ("ddp=2,megatron=2[sequence_parallel=true]", "llama"),
         pytest.param("megatron=2[sequence_parallel=true,transport=messages]", "mixtral", marks=pytest.mark.slow),
+        pytest.param("pp=2,megatron=2[sequence_parallel=true]", "olmo2", marks=pytest.mark.slow),
         pytest.param("megatron=3[sequence_parallel=true]", "olmo2", marks=pytest.mark.slow),
         pytest.param("megatron=4[sequence_parallel=true]", "gpt_neox", marks=pytest.mark.slow),
     ],
@@ -65,6 +66,13 @@ def test_bytes_are_the_formulas_to_the_byte(tiny, family, num_ranks, num_tokens)
         sent, expected = metered(config, f"megatron={num_ranks}[sequence_parallel=true]", num_tokens)
     assert sent == expected
     assert sent[Kind.ALL_GATHER] > sent[Kind.REDUCE_SCATTER] > 0
+
+
+def test_gradients_in_parts_are_summed_where_their_rows_are(tiny):
+    config = load_config(tiny("llama"))
+    with as_rank(0, num_ranks=4):
+        sent, expected = metered(config, "fsdp=2,megatron=2[sequence_parallel=true]")
+    assert sent == expected
 
 
 def test_a_layer_sends_as_much_as_without_but_for_what_it_gathers_again(tiny):
@@ -201,6 +209,34 @@ def test_what_is_computed_again_drops_the_same_again(tiny):
         assert recomputed[0] == kept[0]
         for name, grad in kept[1].items():
             assert torch.allclose(recomputed[1][name], grad, rtol=1e-5, atol=1e-7), name
+
+
+def two_passes_and_one_backward(config, layout):
+    """Gradients of two losses of sequences of other lengths, in a loop of one's own."""
+    torch.manual_seed(0)
+    module = causal_lm(config).double()
+    model = rotorch.parallelize(module, layout, device="cpu")
+    losses = []
+    for num_tokens in (7, 8):  # on two ranks a first shard of four tokens each
+        ids = torch.arange(2 * num_tokens).view(2, num_tokens)
+        losses.append(model(input_ids=ids, labels=ids).loss)
+    sum(losses).backward()
+    found = {name: model.full_tensor(name, grad=True) for name, _ in model.named_parameters()}
+    model.close()
+    return found
+
+
+def test_layers_are_computed_again_on_the_tokens_of_their_own_pass(tiny):
+    values = {**json.loads(Path(tiny("llama")).read_text()), "num_hidden_layers": 2}
+    config, layout = (
+        config_from_dict(values, source="test"),
+        "fsdp=1[recompute=block],megatron=2[sequence_parallel=true]",
+    )
+    (expected,) = run_ranks(two_passes_and_one_backward, config, "single", num_ranks=1)
+    for found in run_ranks(two_passes_and_one_backward, config, layout, num_ranks=2):
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)  # norms of llama are float32
 
 
 # ---- what it refuses -----------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ LAYOUTS = (
     "tesseract=2x2x2",
     "fsdp=2,megatron=2",
     "rtp=2,megatron=2",
+    "pp=2,fsdp=2,megatron=2",
+    "pp=2,rtp=2,megatron=2",
 )
 FEW = ("rtp=3", "summa=2x2", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
 """Uneven slices; blocks of two dims; shards of blocks; stages in shards. Between them, every way to cut a weight."""
@@ -39,8 +41,8 @@ SOME_WHOLE = ("fsdp=2", "osdp=2[memory=9MB]", "osdp=3[memory=8MB,inner=fsdp]")
 """Units that are whole beside others that are cut."""
 
 
-ROWS_OF_SLICES = ("fsdp=2,megatron=2", "rtp=3")
-"""Slices of which ranks have some rows each."""
+ROWS_OF_SLICES = ("pp=2,fsdp=2,megatron=2", "rtp=3")
+"""Slices of a stage, of which ranks have some rows each."""
 
 EXPERTS = ("fsdp=2", "ep=3", "rtp=2[experts=whole]")
 """Experts in rows of a block, and in sets: four of them as 2 + 1 + 1, and as 2 + 2."""

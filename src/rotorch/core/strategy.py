@@ -174,11 +174,11 @@ class Strategy(BaseModel, ABC):
         return None
 
     def check_around(self, inner: Strategy) -> None:
-        """Raises `ConfigError` if this strategy, as its options are, cannot wrap `inner`."""
+        """Raises `ConfigError` if `inner`, next to it or deeper inside, does not go with this strategy's options."""
         return None
 
     def for_batch(
-        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inner: Strategy | None = None
+        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inside: Sequence[Strategy] = ()
     ) -> Self:
         """This strategy with the options set that follow from a run's batch.
 
@@ -186,7 +186,7 @@ class Strategy(BaseModel, ABC):
             spec: the model.
             batch: one micro-batch of one rank.
             num_micro_batches: of a step.
-            inner: the strategy right inside of this one.
+            inside: the strategies inside of this one, outermost first.
 
         Raises:
             ConfigError: options ask for a step that this batch does not allow.

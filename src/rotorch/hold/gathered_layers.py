@@ -56,7 +56,7 @@ def shared_in_rows(
     device: torch.device,
     param_dtype: torch.dtype | None,
 ) -> tuple[list[ShardPlacement], GatheredStages]:
-    """Returns this rank's rows of the inner strategy's shards, and the memory that gathers them block by block.
+    """Returns this rank's rows of the inner strategy's shards, and the memory that gathers them: by blocks, or stages.
 
     Args:
         placements: of the inner strategy, on its own axis.
@@ -67,7 +67,7 @@ def shared_in_rows(
     """
     axis_group = AxisGroup.along(around, (around.mesh_dim_names or ("",))[0])
     rows = [_rows_of(placement, axis_group=axis_group) for placement in placements]
-    stages = {weight.name: (spec.block_number(weight),) for weight in spec.weights}
+    stages = {w.name: unit.stages or (spec.block_number(w),) for unit in spec.units for w in unit.weights}
     shapes = {placement.weight.name: placement.shape for placement in placements}
     return rows, GatheredStages(stages, axis_group=axis_group, device=device, shapes=shapes, param_dtype=param_dtype)
 

@@ -85,7 +85,6 @@ class GatheredStages(Memory):
         stages: those that use each weight, by its name.
         axis_group: the ranks that share them.
         device: of this rank.
-        reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
         shapes: of gathered weights, by name, where these are slices.
         param_dtype: of gathered weights, if it is another one than that of the shards, which gradients have.
         stay: names of weights that are not gathered: passes compute with this rank's shards of them, and their
@@ -100,7 +99,6 @@ class GatheredStages(Memory):
         *,
         axis_group: AxisGroup,
         device: torch.device,
-        reshard: bool = True,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         param_dtype: torch.dtype | None = None,
         stay: Collection[str] = (),
@@ -110,7 +108,6 @@ class GatheredStages(Memory):
         self._stages = dict(stages)
         self._shapes, self._param_dtype = shapes or {}, param_dtype
         self._axis_group = axis_group
-        self._reshard = reshard
         self._hides_sums = hides_sums(device)
         self._groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
         self._sums_end: Wait | None = None
@@ -150,7 +147,7 @@ class GatheredStages(Memory):
 
     def reshard(self, stage: int) -> None:
         """Frees a stage's whole weights, unless another gathered stage uses them."""
-        for group in self._of(stage) if self._reshard else ():
+        for group in self._of(stage):
             group.gathered_for.discard(stage)
             if not group.gathered_for:
                 self._free(group)

@@ -73,6 +73,10 @@ class ShardedModel(Observable, ABC):
         """Begins a step: makes weights visible to other ranks as the optimizer left them. All ranks."""
         return None
 
+    def computed_again(self) -> AbstractContextManager[None]:
+        """Returns a block in which backward runs a part of the module again, as it would run now."""
+        return nullcontext()
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Encloses the forward and backward of one micro-batch."""
         return nullcontext()

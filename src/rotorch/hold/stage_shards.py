@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
@@ -10,12 +13,32 @@ from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.hold.gathered_stages import GatheredStages
 from rotorch.hold.setup import Setup
-from rotorch.hold.sharded_model import ShardedStages, SimpleShardedModel
+from rotorch.hold.sharded_model import OuterShardedModel, ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.hold.whole_experts import pairs_that_travelled, send_tokens_to_experts
 
 
-class StageShards(SimpleShardedModel, ShardedStages):
+class _Gathered(ShardedStages):
+    """Stages that are gathered, freed and summed by the actions of a pipeline."""
+
+    _memory: GatheredStages
+    _reshard: bool
+
+    def unshard(self, stage: int) -> None:
+        self._memory.unshard(stage)
+
+    def computes(self, stage: int, *, backward: bool) -> None:
+        self._memory.computes(stage, backward=backward)
+
+    def reshard(self, stage: int) -> None:
+        if self._reshard:
+            self._memory.reshard(stage)
+
+    def sum_gradients(self, stage: int) -> None:
+        self._memory.sum_gradients(stage)
+
+
+class StageShards(SimpleShardedModel, _Gathered):
     """This rank's rows of the weights of its stages.
 
     Args:
@@ -32,11 +55,11 @@ class StageShards(SimpleShardedModel, ShardedStages):
         stages = {weight.name: unit.stages for unit in spec.units for weight in unit.weights}
         experts = [unit for unit in spec.units if unit.note(WholeExperts)]
         self._stay = stay = [weight.name for unit in experts for weight in unit.weights]
+        self._reshard = reshard
         self._memory = GatheredStages(
             stages,
             axis_group=axis_group,
             device=setup.device,
-            reshard=reshard,
             param_dtype=setup.param_dtype,
             stay=stay,
         )
@@ -58,14 +81,35 @@ class StageShards(SimpleShardedModel, ShardedStages):
     def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
         return (Shard(0),)
 
-    def unshard(self, stage: int) -> None:
-        self._memory.unshard(stage)
 
-    def computes(self, stage: int, *, backward: bool) -> None:
-        self._memory.computes(stage, backward=backward)
+class StageSlices(OuterShardedModel, _Gathered):
+    """This rank's rows of another strategy's slices: all slices of a stage are gathered at once.
 
-    def reshard(self, stage: int) -> None:
-        self._memory.reshard(stage)
+    Args:
+        inner: the other strategy's model, of slices that `Setup.shards` has placed.
+        reshard: as in `StageShards`.
+    """
 
-    def sum_gradients(self, stage: int) -> None:
-        self._memory.sum_gradients(stage)
+    _inner: ShardedStages
+
+    def __init__(self, inner: SimpleShardedModel, *, reshard: bool) -> None:
+        super().__init__(inner)
+        if not isinstance(inner.shards.memory, GatheredStages):
+            raise AssertionError("the inner strategy's shards are not shared")
+        self._memory, self._reshard = inner.shards.memory, reshard
+        self.weights = inner.weights
+
+    def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
+        return (Shard(0), *self._inner.placements_of(weight, unit=unit))
+
+    def unsharded(self) -> AbstractContextManager[nn.Module]:
+        return self._inner.unsharded()
+
+    def start(self) -> None:
+        self._inner.start()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def gradients(self) -> list[Tensor]:
+        return self._inner.gradients()

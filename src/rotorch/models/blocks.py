@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,11 @@ def _mark_block(block: nn.Module, status: StatusWord, *, unit: int) -> None:
     block.register_forward_hook(end)
 
 
-def recompute_blocks(module: nn.Module, *, strategy: str) -> None:
+Again = Callable[[], AbstractContextManager[None]]
+"""Called in forward; gives the block in which backward runs the same again."""
+
+
+def recompute_blocks(module: nn.Module, *, strategy: str, again: Again | None = None) -> None:
     """Lets every repeated block keep only its inputs in forward; backward runs the block again. In place.
 
     This is `torch.utils.checkpoint`, not reentrant, around a block's forward. Hooks of the block stay outside of it:
@@ -79,6 +83,7 @@ def recompute_blocks(module: nn.Module, *, strategy: str) -> None:
     Args:
         module: the model.
         strategy: kind of the strategy that asks, for the error.
+        again: where a second forward needs more than its inputs.
 
     Raises:
         ConfigError: the model has no repeated blocks.
@@ -89,17 +94,28 @@ def recompute_blocks(module: nn.Module, *, strategy: str) -> None:
             f"{strategy}: recompute=block: {type(module).__name__} has no nn.ModuleList of blocks. Write recompute=none"
         )
     for block in blocks:
-        recompute(block)
+        recompute(block, again=again)
 
 
-def recompute(module: nn.Module) -> None:
+def recompute(module: nn.Module, *, again: Again | None = None) -> None:
     """Lets a module keep only its inputs in forward; backward runs it again (see `recompute_blocks`). In place."""
-    module.forward = partial(_run_again_in_backward, module.forward, module)  # type: ignore[method-assign]
+    module.forward = partial(_run_again_in_backward, module.forward, module, again)  # type: ignore[method-assign]
 
 
-def _run_again_in_backward(forward: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _run_again_in_backward(forward: Any, module: nn.Module, again: Again | None, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    blocks = [again()] if again is not None else []
     if any(True for _ in module.buffers()):  # running statistics move once per step
-        kwargs["context_fn"] = lambda: (nullcontext(), buffers_untouched(module))
+        blocks.append(buffers_untouched(module))
+    if blocks:
+        kwargs["context_fn"] = lambda: (nullcontext(), _all_of(blocks))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@contextmanager
+def _all_of(blocks: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield

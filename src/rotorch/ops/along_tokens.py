@@ -3,7 +3,8 @@
 Sequence parallelism (Korthikanti et al., arXiv 2205.05198): the operations between a layer's attention and its MLP work
 on every token alone, so each rank does them for a shard of the tokens, and keeps only that. All tokens are gathered
 at the input of a module that needs them; partial sums are reduce-scattered along the sequence. Before the first layer
-and behind the last one activations are whole, so masks and positions are made for all tokens.
+and behind the last one (of each stage of a pipeline) activations are whole, so masks and positions are made for all
+tokens.
 
 [Note: gradients of token shards]
     Outside of the layers, and in modules that every rank computes whole, activations and gradients are equal on all
@@ -28,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,16 +62,18 @@ class TokenShard:
         axis_group: the ranks that share the tokens.
         rows: sequences of the micro-batch that is under way.
         lengths: tokens of every rank.
-        is_cut: True if activations are cut in this pass; without gradients, fewer tokens than ranks stay whole.
     """
 
     def __init__(self, axis_group: AxisGroup) -> None:
         self.axis_group = axis_group
         self.rows = 0
         self.lengths: tuple[int, ...] = ()
-        self.is_cut = True
-        self._layers: Sequence[nn.Module] = ()
         self._before: RandomState | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """True if activations are cut in this pass; without gradients, fewer tokens than ranks stay whole."""
+        return min(self.lengths, default=1) > 0
 
     def is_own(self, x: Any) -> bool:
         """Returns True if `x` may be hidden states of this rank's tokens."""
@@ -107,11 +111,27 @@ class TokenShard:
 
     def run_in(self, layers: Sequence[nn.Module]) -> None:
         """Makes a row of layers run on shards of the tokens, by permanent hooks on the first and the last one."""
-        self._layers = layers
-        layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+        layers[0].register_forward_pre_hook(partial(self._begin, layers), with_kwargs=True)
         layers[-1].register_forward_hook(self._end)
 
-    def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def of_pass(self) -> AbstractContextManager[None]:
+        """A block in which the tokens are those of the pass that is under way now: its layers are computed again."""
+        then = self.rows, self.lengths
+
+        @contextmanager
+        def block() -> Iterator[None]:
+            now = self.rows, self.lengths
+            self.rows, self.lengths = then
+            try:
+                yield
+            finally:
+                self.rows, self.lengths = now
+
+        return block()
+
+    def _begin(
+        self, layers: Sequence[nn.Module], _: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.rows, tokens = hidden.shape[:2]
         shards = (
@@ -119,7 +139,6 @@ class TokenShard:
             for k in range(self.axis_group.size)
         )
         self.lengths = tuple(shard.length for (shard,) in shards)
-        self.is_cut = min(self.lengths) > 0
         self._before = None  # a recomputed first layer has left one, and no last layer ran behind it
         if not self.is_cut:
             # Without gradients they go on whole: generation decodes one token at a time, fewer than there are ranks.
@@ -129,7 +148,7 @@ class TokenShard:
                     "leave some without any. Give longer sequences, or leave sequence_parallel out"
                 )
             return args, kwargs
-        if any(module.training for layer in self._layers for module in layer.modules()):
+        if any(module.training for layer in layers for module in layer.modules()):
             shared = random_state.draw_seed()
             # Put back behind the last layer: outside of the layers all ranks draw alike again.
             self._before = RandomState.now(hidden)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import prod
 from typing import ClassVar, Literal, Self
 
 from pydantic import ByteSize, PositiveInt, TypeAdapter, ValidationError, model_validator
@@ -165,7 +167,7 @@ class StageStrategy(Strategy):
         batch: MicroBatch,
         num_micro_batches: int,
         limit_bytes: float | None = None,
-        inner: Strategy | None = None,
+        inside: Sequence[Strategy] = (),
     ) -> str:
         """The best number of layers of each stage for a batch, as text for `layers` (core/stage_balance.py).
 
@@ -175,24 +177,31 @@ class StageStrategy(Strategy):
             num_micro_batches: of a step.
             limit_bytes: of a rank's memory, with gradients, AdamW and activations; each of its chunks gets an equal
                 part of it. None: no limit.
-            inner: the strategy that holds the stages; None: this one.
+            inside: the strategies that hold the stages, outermost first; none: this one does.
 
         Raises:
             ConfigError: the model cannot be cut, or no cut keeps to the limit.
         """
         self._check_layers(spec)
-        within = self if inner is None else inner
+        holding = tuple(inside) or (self,)
         parts = balanced(
-            layer_costs(spec, batch=batch, recompute=within.recomputes_layers),
+            layer_costs(spec, batch=batch, recompute=any(strategy.recomputes_layers for strategy in holding)),
             kept=self.kept_by_stages(num_micro_batches),
             limit_bytes=None if limit_bytes is None else limit_bytes / self.num_chunks,
-            shared_by=self.ranks_per_stage * (inner.num_ranks if inner is not None and inner.cuts_weights else 1),
-            gathered=1 / self.num_chunks if within.gathers_weights else 0.0,  # of its stages one at a time
+            shared_by=self.ranks_per_stage * prod(strategy.num_ranks for strategy in inside if strategy.cuts_weights),
+            gathered=self._gathered(holding),
         )
         return "-".join(str(len(part)) for part in parts)
 
+    def _gathered(self, holding: Sequence[Strategy]) -> float:
+        """Fraction of a rank's stages that is there while a stage is gathered, of several one at a time."""
+        gathers = next((number for number, strategy in enumerate(holding) if strategy.gathers_weights), None)
+        if gathers is None:
+            return 0.0
+        return 1 / (self.num_chunks * prod(strategy.num_ranks for strategy in holding[gathers + 1 :]))
+
     def for_batch(
-        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inner: Strategy | None = None
+        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inside: Sequence[Strategy] = ()
     ) -> Self:
         if self.rank_memory is None:
             return self
@@ -202,7 +211,7 @@ class StageStrategy(Strategy):
                 batch=batch,
                 num_micro_batches=num_micro_batches,
                 limit_bytes=self._rank_memory_bytes,
-                inner=inner,
+                inside=inside,
             )
         except ConfigError as error:
             told = str(error)
@@ -251,11 +260,6 @@ class StageStrategy(Strategy):
             )
 
     def check_around(self, inner: Strategy) -> None:
-        if inner.token_axes:
-            raise ConfigError(
-                f"{self} around {inner}: tokens are cut from the first layer of a model to its last, not of a stage. "
-                "Leave sequence_parallel out"
-            )
         if inner.context_axes:
             raise ConfigError(
                 f"{self} around {inner}: stages do not pass on parts of a sequence. Leave context out, or write "

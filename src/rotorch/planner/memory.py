@@ -168,7 +168,7 @@ def at_rest(
     inside = 1
     for strategy in strategies[strategies.index(stages) + 1 :]:
         inside *= strategy.num_ranks
-    whole = _HeldBytes(model, (Single(),), gathered=True) if around[-1].gathers_weights else None
+    whole = _HeldBytes(model, held_bytes.gathered_for, gathered=True) if held_bytes.gathers else None
     found = []
     for position, mine in enumerate(stages.stages_by_rank):
         first, last = 0 in mine, stages.num_stages - 1 in mine
@@ -201,6 +201,11 @@ class _HeldBytes:
             self._predicted(units, strategies)
             for units in (model.before, model.after, *(layer.units for layer in model.classes))
         )
+
+    @property
+    def gathered_for(self) -> tuple[Strategy, ...]:
+        """The strategy that computes with what is gathered."""
+        return (self._inner,) if self._shared else (Single(),)
 
     @property
     def around_bytes(self) -> float:

@@ -12,7 +12,7 @@ from rotorch.core.layout import Layout, combine_layouts, copies_beside
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import Strategy, sharing
-from rotorch.core.traffic import MicroBatch
+from rotorch.core.traffic import MicroBatch, Phase
 
 _ADAMW_COUNTER_BYTES = 4
 """AdamW keeps its number of steps beside each parameter."""
@@ -177,7 +177,11 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
         inner, at = strategy, position
         here = strategy.layout_around(unit, position=position)
         transient = layout.transient_bytes + here.transient_bytes
-        transfers = layout.transfers + here.transfers
+        transfers = layout.transfers
+        if strategy.shares_inside:  # gradients are summed once a rank has only its part of them
+            part, whole = here.resident_bytes, unit.num_bytes
+            transfers = tuple(t.of_part(part, whole_bytes=whole) if t.phase is Phase.STEP else t for t in transfers)
+        transfers += here.transfers
         layout = replace(layout, resident_bytes=here.resident_bytes, transient_bytes=transient, transfers=transfers)
         if strategy.shares_inside:  # then what passes compute with is its own
             copies = _copies(strategy, unit, layout_of=partial(strategy.layout_around, position=position))

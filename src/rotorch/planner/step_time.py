@@ -215,7 +215,8 @@ class _Step:
     def __init__(self, plan: Planned) -> None:
         self.plan = plan
         self.cutting, ring = cutting_of(plan.inner, ring=plan.ring), plan.ring
-        self.at_once = plan.stages is not None and plan.inner.gathers_weights  # a stage is gathered whole
+        gathering = any(strategy.gathers_weights for strategy in (*sharing(plan.strategies), plan.inner))
+        self.at_once = plan.stages is not None and gathering  # a stage is gathered whole
         model = plan.model
         self.layers = [self._layer(layer) for layer in model.classes]
         batch, cutting = plan.batch, self.cutting

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, combinations, pairwise
 
 from pydantic import ValidationError
 
@@ -140,14 +140,8 @@ def check_composition(strategies: Sequence[Strategy]) -> None:
         if (outer.kind, inner.kind) not in COMPOSES:
             known = ", ".join(f"{o}=..,{i}=.." for o, i in sorted(COMPOSES))
             raise ConfigError(f"parallel: '{outer},{inner}' cannot be composed. Compositions that work: {known}")
+    for outer, inner in combinations(strategies, 2):
         outer.check_around(inner)
-    for number, strategy in enumerate(strategies[:-1]):
-        if strategy.shares_inside and any(outer.kind != DDP.kind for outer in strategies[:number]):
-            around = format_parallel(strategies[:number])
-            raise ConfigError(
-                f"parallel: '{around}' around '{format_parallel(strategies[number:])}': only replicas (ddp) can be "
-                f"around {strategy.kind} that shares another strategy's weights. Leave out {strategy}, or {around}"
-            )
 
 
 def for_batch(
@@ -165,8 +159,8 @@ def for_batch(
         ConfigError: options ask for a step that this batch does not allow.
     """
     return tuple(
-        strategy.for_batch(spec, batch=batch, num_micro_batches=num_micro_batches, inner=inner)
-        for strategy, inner in zip_longest(strategies, strategies[1:])
+        strategy.for_batch(spec, batch=batch, num_micro_batches=num_micro_batches, inside=strategies[number + 1 :])
+        for number, strategy in enumerate(strategies)
     )
 
 

@@ -19,7 +19,7 @@ from rotorch.hold.gathered_layers import GatheredLayers, called_while_sharded, u
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
-from rotorch.hold.stage_shards import StageShards
+from rotorch.hold.stage_shards import StageShards, StageSlices
 from rotorch.hold.whole_experts import pairs_that_travelled, send_tokens_to_experts
 from rotorch.mesh import sum_in_one_message
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
@@ -160,10 +160,12 @@ def apply(setup: Setup) -> ShardedModel:
 
 
 def _around(setup: Setup, inner: ShardedModel) -> ShardedModel:
-    """Gathers the inner strategy's shards block by block; compiling is that one's affair."""
+    """Gathers the inner strategy's shards by blocks, or by stages; compiling is that one's affair."""
     if not isinstance(inner, SimpleShardedModel):
         raise AssertionError(f"{setup.strategy} is around a model whose shards it cannot share")
     sum_in_one_message(setup.mesh if setup.inside is None else setup.inside, device=setup.device)
     if setup.strategy.recomputes_layers:
-        recompute_blocks(setup.module, strategy=setup.strategy.kind)
+        recompute_blocks(setup.module, strategy=setup.strategy.kind, again=inner.computed_again)
+    if any(unit.stages for unit in setup.spec.units):
+        return StageSlices(inner, reshard=setup.strategy.reshard)
     return GatheredLayers(inner, spec=setup.spec, reshard=setup.strategy.reshard)

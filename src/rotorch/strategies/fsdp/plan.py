@@ -30,7 +30,8 @@ Around another strategy (`fsdp=a,megatron=b`)
     The a ranks with the same slices of weights share them: each has 1/a of each slice's rows, P/(a b) in all, and
     gathers the slices of one block, P_block/b, just before they are used, and those of the next under that. Outside of
     the blocks (embedding, head, last norm) slices are gathered once a step, in a loop of one's own once for each of its
-    passes. Sent (a-1)/a (P + P + G)/b, beside what the inner strategy sends.
+    passes. Sent (a-1)/a (P + P + G)/b, beside what the inner strategy sends. In stages around both
+    (`pp=p,fsdp=a,megatron=b`) all slices of a stage come at once, for a unit of micro-batches and a direction.
 
 Deviations
     Gradients are summed, not averaged. One group per decoder block; embedding, head and final norm form the root group.
@@ -154,6 +155,8 @@ class FSDP(OneAxis):
         return is_whole(unit) or unit.note(WholeExperts) is not None
 
     def layout_around(self, unit: Unit, *, position: int = 0) -> Layout:
+        if unit.stages:  # a stage is gathered at once, outside of blocks, too
+            return self.layout(unit, position=position)
         return slices_layout(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
 
     def check_around(self, inner: Strategy) -> None:

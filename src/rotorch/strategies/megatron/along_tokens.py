@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, ModelSpec, Unit, UnitKind, Weight
@@ -22,7 +23,7 @@ class TokensCut:
     Attributes:
         around: True if, around the unit, each rank that holds a slice has a shard of the tokens.
         gathers: pairs of features of hidden states that are gathered along the sequence: in forward, and, of a
-            gradient, in backward. Set for the first unit that needs it.
+            gradient, in backward. Set for the first unit that needs it, of each stage of a pipeline.
     """
 
     around: bool = False
@@ -71,11 +72,13 @@ def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
     layers, found = spec.order.layers, children(spec)
     whole = {f"{child}." for child in found.whole}
     gathered: dict[str, list[tuple[int, int]]] = {}  # by the first weight that wants it
-    for weight in spec.weights:
+    begun: set[tuple[int, ...]] = set()
+    for stages, weight in ((unit.stages, weight) for unit in spec.units for weight in unit.weights):
         child = child_of(weight.name, layers)
         if child is None or len(weight.shape) < 2:
             continue
-        if not gathered:
+        if stages not in begun:
+            begun.add(stages)
             gathered[weight.name] = [(spec.order.width, spec.order.width)]  # behind all layers, and before them
         if f"{child}." in whole:
             whole.discard(f"{child}.")
@@ -92,6 +95,14 @@ def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
         return replace(unit, weights=weights).with_note(note)
 
     return replace(spec, units=tuple(map(described, spec.units)))
+
+
+def rows_of_layers(spec: ModelSpec) -> list[list[str]]:
+    """Names of the layers that run one after another: all, or those of each stage of a pipeline that has units here."""
+    order = spec.order
+    stages = {order.layer_number(weight.name): unit.stages for unit in spec.units for weight in unit.weights}
+    here = [number for number in range(len(order.layers)) if number in stages]
+    return [[order.layers[n] for n in numbers] for _, numbers in groupby(here, key=stages.__getitem__)]
 
 
 def is_part(weight: Weight, spec: ModelSpec, found: Children) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.random_state import seeded_rng
 from rotorch.ops.shard_use import ShardUse
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.strategies.megatron.along_tokens import children, tokens_cut
+from rotorch.strategies.megatron.along_tokens import children, rows_of_layers, tokens_cut
 from rotorch.strategies.megatron.plan import Megatron
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
             mesh, "megatron", transport=strategy.transport, device=setup.device
         )
         region = ParallelRegion(axis_group) if equal else PartlySyncedRegion(axis_group, num_synced=strategy.num_synced)
-        tokens = TokenShard(axis_group) if strategy.token_axes else None
+        self._tokens = tokens = TokenShard(axis_group) if strategy.token_axes else None
         if not equal:
             _refuse_other_losses(module, strategy=strategy)
         for unit in spec.cut_units:
@@ -88,6 +88,9 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
     def unsharded(self) -> Iterator[nn.Module]:
         with seeded_rng(common_seed(mesh=self._mesh)), super().unsharded() as module:
             yield module
+
+    def computed_again(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._tokens is None else self._tokens.of_pass()
 
     @property
     def transport(self) -> str | None:
@@ -128,7 +131,8 @@ def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, tokens: TokenShard)
     """Gives each rank a shard of the tokens inside of the layers, except in modules that all ranks compute whole."""
     for name in children(spec).whole:
         OnAllTokens(module.get_submodule(name), name=name, tokens=tokens)
-    tokens.run_in([module.get_submodule(name) for name in spec.order.layers])
+    for layers in rows_of_layers(spec):
+        tokens.run_in([module.get_submodule(name) for name in layers])
     refuse_hidden_states(module)
 
 

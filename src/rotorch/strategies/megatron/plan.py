@@ -29,8 +29,8 @@ Cost (unit of P bytes, n ranks, activations of A bytes at its input and output)
     tokens     attentions and MLPs, so norms, dropout and the residual stream take 1/n of the work and of saved
                activations. Each sum becomes a reduce-scatter and an all-gather, for the same bytes; a linear layer's
                input is not saved but gathered again in backward, (n-1)/n A for each attention and MLP. Once per pass A
-               is gathered behind the last layer, and its gradient before the first. Gradients of norms and of biases
-               behind sums are parts, and join the one sum of a step.
+               is gathered behind the last layer, and its gradient before the first (of each stage in a pipeline).
+               Gradients of norms and of biases behind sums are parts, and join the one sum of a step.
     changed    `sync_fraction=p` sums the first p of an output's channels only, and p A moves; the others stay each
                rank's own (CAAT-Net, arXiv 2506.19645). That is ANOTHER MODEL than the one on one process, made of the
                same weights, and depends on n; `rotorch verify` refuses it.

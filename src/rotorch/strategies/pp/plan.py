@@ -12,10 +12,10 @@ Picture (2 ranks, 4 micro-batches over time, 1F1B; - = bubble)
     rank 1 | -- F0 B0 -- F1 B1 -- F2 B2 -- F3 B3 -- | step |
 
 Layout
-    Whole layers: a weight is on the rank of its stage, and nowhere else. Over another strategy (`pp=2,rtp=4`) the ranks
-    of a stage hold that strategy's parts of it; on grids, where activations are cut along their features, each passes
-    its part of them on. With V `chunks` a rank holds V stages: every P-th, or, under zbv, one on the way there and one
-    on the way back.
+    Whole layers: a weight is on the rank of its stage, and nowhere else. Over another strategy (`pp=2,rtp=4`), or two
+    (`pp=2,fsdp=4,megatron=4`), the ranks of a stage hold that strategy's parts of it; on grids, where activations are
+    cut along their features, each passes its part of them on. With V `chunks` a rank holds V stages: every P-th, or,
+    under zbv, one on the way there and one on the way back.
 
 Cost (P ranks, M micro-batches, hidden states of A bytes)
     resident   P-th part of the weights, more or less: stages are balanced by their time, head included

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
 
 from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
@@ -25,7 +26,7 @@ from rotorch.comm.ring import Ring
 from rotorch.comm.status_word import StatusWord
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Unit, UnitKind
+from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.ring_memory import RingMemory
@@ -132,6 +133,10 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         if self._within is not None:
             self._within.axis_group.start()
         super().start()
+
+    def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
+        on_the_ring = super().placements_of(weight, unit=unit)
+        return on_the_ring if self._within is None else on_the_ring * 2  # what is cut, or whole, is so on both axes
 
     def borrowed_ready(self) -> None:
         barrier(mesh=self._mesh)  # in shared memory a rank reads values that another one has received
