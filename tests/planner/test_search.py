@@ -7,7 +7,7 @@ from shapes import on_grids, transformer
 
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
-from rotorch.planner.search import Batch, Task, compositions, search, why_nothing_fits
+from rotorch.planner.search import Batch, Task, compositions, judged, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
 from rotorch.planner.step_time import step_time_if
 from rotorch.strategies import num_ranks, parse_parallel, with_grids
@@ -34,6 +34,20 @@ def test_every_composition_uses_all_ranks_and_is_written_once(ranks):
     texts = list(compositions(ranks, num_layers=32, wide=16))
     assert len(texts) == len(set(texts))
     assert {num_ranks(parse_parallel(text)) for text in texts} == {ranks}
+
+
+def test_layouts_of_three_dimensions_are_among_them():
+    texts = set(compositions(8, num_layers=4, wide=8))
+    assert {"pp=2,fsdp=2,megatron=2", "pp=2,fsdp=2[recompute=block],megatron=2[sequence_parallel=true]"} <= texts
+    assert {"pp=2,rtp=2,megatron=2", "pp=2,megatron=4[sequence_parallel=true]"} <= texts
+
+
+def test_of_three_dimensions_a_stage_is_gathered_in_slices():
+    whole, slices = (
+        judged(task(), text, rows=1, accumulation=4).memory.by_category["gathered"]
+        for text in ("pp=2,fsdp=2", "pp=2,fsdp=2,megatron=2")
+    )
+    assert 0.5 * whole <= slices < 0.52 * whole  # norms are whole
 
 
 def test_plans_that_fit_come_first_by_speed_and_the_others_say_why():

@@ -229,16 +229,16 @@ def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]
                 yield ",".join([*around, *pipeline, f"megatron={inside}"])
                 if around:
                     for again in ("", "[recompute=block]"):
-                        yield ",".join([*pipeline, f"fsdp={left // inside}{again}", f"megatron={inside}"])
-                        if not pipeline:
-                            yield f"fsdp={left // inside}{again},megatron={inside}[sequence_parallel=true]"
+                        shared = [*pipeline, f"fsdp={left // inside}{again}"]
+                        yield ",".join([*shared, f"megatron={inside}"])
+                        yield ",".join([*shared, f"megatron={inside}[sequence_parallel=true]"])
                 for ring in (n for n in divisors if 1 < n <= wide // inside):
                     if (left // inside) % ring == 0:
                         outside = [f"ddp={left // inside // ring}"] if left > inside * ring else []
                         for options in ("[recompute=none]", "", "[recompute=slice]"):
                             yield ",".join([*outside, *pipeline, f"rtp={ring}{options}", f"megatron={inside}"])
+                yield ",".join([*around, *pipeline, f"megatron={inside}[sequence_parallel=true]"])
                 if not pipeline:
-                    yield ",".join([*around, f"megatron={inside}[sequence_parallel=true]"])
                     yield from (",".join([*around, text]) for text in _grids(inside))
 
 
