@@ -309,10 +309,11 @@ def test_partly_synchronised_is_another_model_and_says_so(tiny, caplog):
     assert caplog.text.count(f"{SYNCED} trains another model than one process does: of the channels") == 1
 
 
+@pytest.mark.parametrize(("layout", "num_ranks"), [("megatron=3", 3), ("rtp=2,megatron=3", 6)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_heads_that_do_not_divide_evenly_are_said_once_by_one_rank(tiny, caplog, rank):
-    with caplog.at_level(logging.WARNING), as_rank(rank, num_ranks=3), rotorch.on_meta():
-        rotorch.parallelize(causal_lm(load_config(tiny("llama"))), "megatron=3", device="cpu")
+def test_heads_that_do_not_divide_evenly_are_said_once_by_one_rank(tiny, caplog, rank, layout, num_ranks):
+    with caplog.at_level(logging.WARNING), as_rank(rank, num_ranks=num_ranks), rotorch.on_meta():
+        rotorch.parallelize(causal_lm(load_config(tiny("llama"))), layout, device="cpu")
     said = "has 4 groups (heads) for 3 ranks: some compute while others wait"
     assert caplog.text.count(said) == (1 if rank == 0 else 0)
 

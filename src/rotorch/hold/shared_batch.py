@@ -7,14 +7,16 @@ the sum of its outputs is a part of a sum over the ranks inside, as under `megat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_axis_group import make_axis_group
-from rotorch.core.spec import UnitKind
+from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
 from rotorch.models.describe import module_declares
@@ -25,6 +27,21 @@ from rotorch.ops.random_state import seeded_rng
 from rotorch.ops.shard_use import ShardUse
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.sites import Site
+
+_log = logging.getLogger(__name__)
+
+
+def tell_of_idle_ranks(spec: ModelSpec, *, mesh: DeviceMesh) -> None:
+    """Warns, on one rank, of heads that the ranks of a batch do not share evenly."""
+    num_ranks = mesh.size()
+    for unit in spec.cut_units if mesh.get_rank() == 0 else ():
+        groups = unit.weights[0].cut.groups if unit.weights[0].cut is not None else num_ranks
+        if unit.kind is UnitKind.MODULE and groups % num_ranks and groups < 8 * num_ranks:
+            _log.warning(
+                "megatron: %r has %d groups (heads) for %d ranks: some compute while others wait",
+                unit.name, groups, num_ranks,
+            )  # fmt: skip
+            return
 
 
 class SharedBatch:
@@ -53,6 +70,7 @@ class SharedBatch:
         )
         self.region = ParallelRegion(self.axis_group)
         self.gradients_in_parts = strategy.gradients_in_parts(setup.spec)
+        tell_of_idle_ranks(setup.spec, mesh=self.mesh)
         position = self.axis_group.position
         parts = [strategy.held(u, layout=strategy.layout(u, position=position), position=position) for u in units]
         self.placements = ShardPlacement.slices_of_slices(units, parts=parts, mesh=setup.inside)

@@ -20,6 +20,7 @@ from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.hold.shared_batch import tell_of_idle_ranks
 from rotorch.models.describe import module_declares
 from rotorch.ops.along_tokens import OnAllTokens, SequenceParallelRegion, TokenShard, refuse_hidden_states
 from rotorch.ops.conjugates import ParallelRegion, PartlySyncedRegion
@@ -45,8 +46,9 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
     def __init__(self, setup: Setup) -> None:
         module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
         self._mesh = mesh
-        if mesh.size() > 1 and mesh.get_rank() == 0:
-            _tell(spec, strategy=strategy)
+        if spec.kept_whole and mesh.size() > 1 and mesh.get_rank() == 0:
+            _log.warning("megatron: %s", spec.summary())
+        tell_of_idle_ranks(spec, mesh=mesh)
         shards = setup.shards(ShardPlacement.of_units(spec.units, mesh=mesh))
         super().__init__(module, shards)
         shards.withhold(spec.units)
@@ -110,21 +112,6 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
         self.shards.reduce(self._partial, mesh=self._mesh)
         self.shards.unused_count_as_zero()
         super().finish()
-
-
-def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:
-    """Warns of weights that are not cut at all, or not evenly."""
-    num_ranks = strategy.size
-    if spec.kept_whole:
-        _log.warning("megatron: %s", spec.summary())
-    for unit in spec.cut_units:
-        groups = unit.weights[0].cut.groups if unit.weights[0].cut is not None else num_ranks
-        if unit.kind is UnitKind.MODULE and groups % num_ranks and groups < 8 * num_ranks:
-            _log.warning(
-                "megatron: %r has %d groups (heads) for %d ranks: some compute while others wait",
-                unit.name, groups, num_ranks,
-            )  # fmt: skip
-            return
 
 
 def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, tokens: TokenShard) -> None:
