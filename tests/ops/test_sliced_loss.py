@@ -75,6 +75,7 @@ LOSSES = {
         z[..., :-1, :].contiguous().view(-1, z.size(-1)), t[..., 1:].reshape(-1), reduction="sum"
     ),
     "soft cap": lambda z, t: F.cross_entropy(*flat(torch.tanh(z / 3.0) * 3.0, t), reduction="sum"),
+    "tanh alone": lambda z, t: F.cross_entropy(*flat(torch.tanh(z), t), reduction="sum"),
     "scale and shift": lambda z, t: F.cross_entropy(*flat(-(2.0 * z - 0.5), t), reduction="sum"),
     "one token": lambda z, t: F.cross_entropy(z[:, -1], t[:, -1], reduction="sum"),
     "few tokens": lambda z, t: F.cross_entropy(z[1, 1:3].reshape(2, -1), t[1, 1:3]),
@@ -435,6 +436,43 @@ def test_full_logits_never_exist(keep, rotating):
         torch.zeros(1)  # loads what a dispatch mode loads, once for all ranks
     for found in run_ranks(largest, rotating, keep, num_ranks=4):
         assert max(found) <= 64 * max(HIDDEN, 3)  # 11 rows over 4 ranks: at most 3 in a slice
+
+
+class Made(TorchDispatchMode):
+    """Keeps every tensor that operations make, so that each has memory of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.tensors += [tensor for tensor in tree_flatten(out)[0] if isinstance(tensor, torch.Tensor)]
+        return out
+
+    def count(self, dtype, numel):
+        """Number of pieces of memory with so many elements."""
+        return len({t.data_ptr() for t in self.tensors if t.dtype == dtype and t.numel() == numel})
+
+
+def made_in_float32(make, keep, operation):
+    rotating = head_of(make, dtype=torch.bfloat16)
+    hidden = torch.randn(64, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, VOCABULARY, (64,))
+    with Made() as made:
+        rotating.step(
+            lambda: F.cross_entropy(
+                operation(DeferredLogits(hidden, RotatingHead(rotating.unit, keep)).float()), targets
+            )
+        )
+    return made.count(torch.float32, 64 * VOCABULARY)
+
+
+@pytest.mark.parametrize(("keep", "of_a_cast", "of_tanh"), [(True, 1, 4), (False, 2, 7)])
+def test_logits_of_another_precision_exist_once_at_a_time(keep, of_a_cast, of_tanh, rotating):
+    """What follows is written over them, in forward and where they are computed again, unless a gradient needs them."""
+    for operation, number in ((lambda z: z, of_a_cast), (torch.tanh, of_tanh)):
+        assert run_ranks(made_in_float32, rotating, keep, operation, num_ranks=1) == [number]
 
 
 def out_of_bounds(make):

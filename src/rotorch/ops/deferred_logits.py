@@ -41,6 +41,9 @@ _ELEMENTWISE = {
     torch.neg, Tensor.neg, Tensor.__neg__, torch.clamp, Tensor.clamp, Tensor.float, Tensor.double, Tensor.to,
     Tensor.type, Tensor.bfloat16, Tensor.half,
 }  # fmt: skip
+_KEEP_THEIR_RESULT = {torch.tanh, Tensor.tanh}
+"""Those whose derivative is a function of their result."""
+
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 _AS_IS = {Tensor.contiguous}
 _OF_VALUES = {
@@ -224,6 +227,12 @@ def replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
     for func, args, kwargs in chain:
         values = func(values, *args, **kwargs)
     return values
+
+
+def overwritable(logits: Tensor, *, of: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
+    """`replay(of, chain)` in memory that may be written to: the gradient of `chain` is right all the same."""
+    is_needed = chain[-1][0] in _KEEP_THEIR_RESULT or logits.data_ptr() == of.data_ptr()
+    return logits.detach().clone() if is_needed else logits.detach()
 
 
 def _reshaped(logits: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:

@@ -498,7 +498,7 @@ class _Passes:
             keeps = getattr(ring, "recompute", "none") == "none"
             # Of half precision a slice exists as the product gave it, its gradient too, and one is kept.
             half = 3 * one * self.batch.itemsize / self.batch.loss_itemsize
-            at_once = 2 * one + (half if self.batch.itemsize < self.batch.loss_itemsize else 0)
+            at_once = one + half if self.batch.itemsize < self.batch.loss_itemsize else 2 * one
             return {
                 "logits": one / self.cuts.interior if keeps else at_once / self.slices,
                 "temporaries": given * (4 if keeps else 2),
