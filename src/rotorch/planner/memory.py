@@ -274,23 +274,24 @@ def _trained(unit: Unit) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Numbers of ranks that activations are cut among: interiors of layers, and the residual stream."""
+    """Numbers of ranks that activations are cut among: interiors of layers, the residual stream, and all around."""
 
     interior: float = 1.0
     stream: float = 1.0
+    outside: float = 1.0
 
 
 def cuts_of(strategy: Strategy) -> Cuts:
     """Returns the cuts of the innermost strategy of a layout."""
     n = float(strategy.num_ranks)
-    if strategy.kind == "megatron":
+    if strategy.kind == "megatron":  # which cuts tokens inside of layers only
         return Cuts(interior=n, stream=n if strategy.token_axes else 1.0)
     if strategy.kind == "atp":
         features = strategy.axes[strategy.feature_axes[0]]
-        return Cuts(interior=n / features, stream=features)
+        return Cuts(interior=n / features, stream=features, outside=features)
     if strategy.feature_axes:
         side = float(strategy.axes[strategy.feature_axes[0]])
-        return Cuts(interior=side, stream=side)
+        return Cuts(interior=side, stream=side, outside=side)
     return Cuts()
 
 
@@ -514,7 +515,7 @@ class _Passes:
             part = self.parts[stage] if stages is not None else range(self.model.num_layers)
             here = sum(count * self._of_layer(number) for number, count in self.model.counts_of(part).items())
             last = stages is None or stage == stages.num_stages - 1
-            outside = self.traced.outside.of(self.rows, cut=self.cuts.stream) if last or stage == 0 else 0.0
+            outside = self.traced.outside.of(self.rows, cut=self.cuts.outside) if last or stage == 0 else 0.0
             kept += in_flight[stage] * (here + outside)
             has_head |= last
         fewest = min(in_flight[stage] for stage in rank.stages or (0,))
