@@ -31,8 +31,6 @@ LAYOUTS = (
     "tesseract=2x2x2",
     "fsdp=2,megatron=2",
     "rtp=2,megatron=2",
-    "pp=2,fsdp=2,megatron=2",
-    "pp=2,rtp=2,megatron=2",
 )
 FEW = ("rtp=3", "summa=2x2", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
 """Uneven slices; blocks of two dims; shards of blocks; stages in shards. Between them, every way to cut a weight."""

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotorch._torch_private import storage_key, tree_flatten, tree_unflatten
+from rotorch._torch_private import saved_tensors_are_hooked, storage_key, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut
@@ -49,6 +49,7 @@ from rotorch.ops.conjugates import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
+from rotorch.ops.no_saved_tensor_hooks import to_save
 from rotorch.ops.random_state import RandomState, seed_generators, seeded_rng
 
 _DIM = 1
@@ -202,7 +203,8 @@ class SequenceParallelRegion(ParallelRegion):
     def inside(self) -> AbstractContextManager[object]:
         # Taken once: the records belong to this call, and the module's next call makes its own.
         again, self._again = self._again, []
-        return _saved_as_shards(again) if again else nullcontext()
+        # Where a checkpoint computes the layer again it gathers again, and keeps nothing of it until then.
+        return _saved_as_shards(again) if again and not saved_tensors_are_hooked() else nullcontext()
 
     def leave(self, x: Tensor) -> Tensor:
         """This rank's shard of the sum over ranks of `x [B, T, D]`; the gradient is gathered."""
@@ -310,7 +312,7 @@ def _saved_as_shards(gathered: Sequence[_GatheredAgain]) -> Iterator[None]:
     """Keeps autograd from saving some gathered tensors inside the block (see [Note: gathered again])."""
 
     def pack(tensor: Tensor) -> Tensor | _View:
-        return next((view for each in gathered if (view := each.take(tensor)) is not None), tensor)
+        return next((view for each in gathered if (view := each.take(tensor)) is not None), to_save(tensor))
 
     def unpack(saved: Tensor | _View) -> Tensor:
         return saved.of.give(saved) if isinstance(saved, _View) else saved

@@ -18,7 +18,12 @@ def no_saved_tensor_hooks() -> AbstractContextManager[Any]:
     own backward and of its visits. They live as long as their function: nothing else keeps them.
     """
     # The innermost pair of hooks counts; one that does nothing hides the pairs around it.
-    return torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is) if saved_tensors_are_hooked() else nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(to_save, _as_is) if saved_tensors_are_hooked() else nullcontext()
+
+
+def to_save(tensor: Tensor) -> Tensor:
+    """A tensor as a hook may save it: an output of an operation would keep the graph alive that keeps the tensor."""
+    return tensor.detach()
 
 
 def _as_is(tensor: Tensor) -> Tensor:

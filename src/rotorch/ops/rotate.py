@@ -34,7 +34,7 @@ from rotorch.core.spec import Range, Unit
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.ids_in_slice import add_rows
 from rotorch.ops.keep_attention import KeepAttention
-from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
+from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks, to_save
 from rotorch.ops.random_state import RandomState
 from rotorch.ops.recompute_norm import recipe_of
 from rotorch.ops.running_sum import OutputSum, RunningSum, add_product
@@ -401,7 +401,7 @@ def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> An
 
     def pack(tensor: Tensor) -> Tensor | _InSlot:
         if tensor.device.type == "meta" or storage_key(tensor) != slot:
-            return tensor
+            return to_save(tensor)
         return _InSlot(tensor.storage_offset() - start, tensor.size(), tensor.stride())
 
     def unpack(saved: Tensor | _InSlot) -> Tensor:
