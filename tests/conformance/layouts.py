@@ -42,7 +42,7 @@ THREE_DIMS = {
     ("pp=2,rtp=2,megatron=2", "gemma2"),
     ("zeropp=2x1,rtp=2,megatron=2", "gpt_neox"),
 }
-"""Of stages whose ranks share slices of another strategy; of the invariants one says what two dimensions do not."""
+"""Of stages whose ranks share slices of another strategy; their invariants are among the slow ones."""
 
 SHARED_SEQUENCES = {("rtp=2[context=2]", "qwen3"), ("fsdp=2[context=2]", "llama")}
 """Of sequences that ranks share; tests/strategies/test_context.py has more models, sizes and transports."""

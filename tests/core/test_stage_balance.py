@@ -160,6 +160,8 @@ def test_ranks_inside_share_weights_and_what_they_gather_counts_whole():
         ("pp=2[{}],megatron=4", 2),
         ("pp=2[{}],fsdp=4", 2 + 4),
         ("pp=2[chunks=2,schedule=interleaved_1f1b,{}],fsdp=4", 2 + 2),  # one of two stages at a time
+        ("pp=2[{}],fsdp=4,megatron=2", 1 + 2),  # a stage's slices
+        ("ddp=2,pp=2[{}],rtp=2,megatron=2", 2),
         ("zeropp=2x4[{}]", 2 + 4),
         ("zeropp=2x4[inner=rtp,{}]", 2),
     ):

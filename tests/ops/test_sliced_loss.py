@@ -468,7 +468,13 @@ def made_in_float32(make, keep, operation):
     return made.count(torch.float32, 64 * VOCABULARY)
 
 
-@pytest.mark.parametrize(("keep", "of_a_cast", "of_tanh"), [(True, 1, 4), (False, 2, 7)])
+@pytest.mark.parametrize(
+    ("keep", "of_a_cast", "of_tanh"),
+    [
+        (True, 1, 4),  # the cast's result; that of tanh, a copy of it, and a gradient
+        (False, 2, 6),  # the cast's result twice; that of tanh twice, a copy of the second, and a gradient
+    ],
+)
 def test_logits_of_another_precision_exist_once_at_a_time(keep, of_a_cast, of_tanh, rotating):
     """What follows is written over them, in forward and where they are computed again, unless a gradient needs them."""
     for operation, number in ((lambda z: z, of_a_cast), (torch.tanh, of_tanh)):
@@ -509,14 +515,14 @@ def test_no_targets_at_all(keep, rotating):
     run_ranks(no_targets, rotating, keep, num_ranks=2)
 
 
-def under_autocast(make, cast, keep):
-    rotating = head_of(make, dtype=torch.float32)
+def under_autocast(make, operation, dtype, keep):
+    rotating = head_of(make, dtype=dtype)
     whole = [w.clone().requires_grad_() for w in rotating.whole]
-    hidden, targets = inputs_of(0, torch.float32)
+    hidden, targets = inputs_of(0, dtype)
     mine, hidden = hidden.clone().requires_grad_(), hidden.requires_grad_()
 
     def loss(logits):
-        return F.cross_entropy(*flat(logits.float() if cast else logits, targets), reduction="sum")
+        return F.cross_entropy(*flat(operation(logits), targets), reduction="sum")
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = loss(F.linear(hidden, *whole))
@@ -535,10 +541,20 @@ def under_autocast(make, cast, keep):
     rotating.check_gradients(whole, rtol=2e-2, atol=5e-2)
 
 
+UNDER_AUTOCAST = {
+    "as they are": lambda z: z,
+    "cast": torch.Tensor.float,
+    "tanh of a cast": lambda z: torch.tanh(z.float()),  # behind which the loss's own cast does nothing
+}
+
+
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("cast", [True, False])
-def test_under_autocast_the_loss_is_computed_in_float32(cast, keep, rotating):
-    run_ranks(under_autocast, rotating, cast, keep, num_ranks=2)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("as they are", torch.float32), ("cast", torch.float32), ("tanh of a cast", torch.bfloat16)],
+)
+def test_under_autocast_the_loss_is_computed_in_float32(name, dtype, keep, rotating):
+    run_ranks(under_autocast, rotating, UNDER_AUTOCAST[name], dtype, keep, num_ranks=2)
 
 
 def casts(make):

@@ -68,10 +68,12 @@ def test_bytes_are_the_formulas_to_the_byte(tiny, family, num_ranks, num_tokens)
     assert sent[Kind.ALL_GATHER] > sent[Kind.REDUCE_SCATTER] > 0
 
 
-def test_gradients_in_parts_are_summed_where_their_rows_are(tiny):
-    config = load_config(tiny("llama"))
-    with as_rank(0, num_ranks=4):
-        sent, expected = metered(config, "fsdp=2,megatron=2[sequence_parallel=true]")
+@pytest.mark.parametrize("rank", [0, 5])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gradients_in_parts_are_summed_where_their_rows_are(tiny, family, rank):
+    config = load_config(tiny(family))
+    with as_rank(rank, num_ranks=6):
+        sent, expected = metered(config, "fsdp=3,megatron=2[sequence_parallel=true]")
     assert sent == expected
 
 
@@ -211,6 +213,28 @@ def test_what_is_computed_again_drops_the_same_again(tiny):
             assert torch.allclose(recomputed[1][name], grad, rtol=1e-5, atol=1e-7), name
 
 
+def one_step_of_other_lengths(config, layout):
+    """Loss and gradients of micro-batches of other lengths."""
+    torch.manual_seed(0)
+    model = rotorch.parallelize(causal_lm(config).double(), layout, device="cpu")
+    batches = [torch.arange(2 * num_tokens).view(2, num_tokens) for num_tokens in (7, 8, 12)]
+    loss = float(model.forward_backward([{"input_ids": ids, "labels": ids} for ids in batches]))
+    found = {name: model.full_tensor(name, grad=True) for name, _ in model.named_parameters()}
+    model.close()
+    return loss, found
+
+
+def test_stages_compute_layers_again_between_passes_of_other_lengths(tiny):
+    values = {**json.loads(Path(tiny("llama")).read_text()), "num_hidden_layers": 2}
+    config = config_from_dict(values, source="test")
+    layout = "pp=2,fsdp=1[recompute=block],megatron=2[sequence_parallel=true]"
+    ((expected_loss, expected),) = run_ranks(one_step_of_other_lengths, config, "single", num_ranks=1)
+    for loss, found in run_ranks(one_step_of_other_lengths, config, layout, num_ranks=4):
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
 def two_passes_and_one_backward(config, layout):
     """Gradients of two losses of sequences of other lengths, in a loop of one's own."""
     torch.manual_seed(0)
@@ -220,7 +244,9 @@ def two_passes_and_one_backward(config, layout):
     for num_tokens in (7, 8):  # on two ranks a first shard of four tokens each
         ids = torch.arange(2 * num_tokens).view(2, num_tokens)
         losses.append(model(input_ids=ids, labels=ids).loss)
-    sum(losses).backward()
+    total = sum(losses)
+    total.backward(retain_graph=True)
+    total.backward()
     found = {name: model.full_tensor(name, grad=True) for name, _ in model.named_parameters()}
     model.close()
     return found

@@ -23,6 +23,12 @@ def _rows(rows: int, *, size: int, position: int) -> int:
     return max(0, min(rows, (position + 1) * chunk) - position * chunk)
 
 
+def with_rows(unit: Unit, *, size: int, position: int) -> Unit:
+    """A unit of the rows of each weight that the rank at `position` of `size` has."""
+    weights = (replace(w, shape=(_rows(w.shape[0], size=size, position=position), *w.shape[1:])) for w in unit.weights)
+    return replace(unit, weights=tuple(weights))
+
+
 def _padded_rows(weight: Weight, *, size: int) -> int:
     """Elements that each of `size` ranks sends of a weight: as many rows as the rank with the most has."""
     return weight.numel // max(weight.shape[0], 1) * -(-weight.shape[0] // size) if weight.shape else 0

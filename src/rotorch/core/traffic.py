@@ -47,7 +47,7 @@ class Transfer:
     num_messages: int = 1
 
     def of_part(self, part_bytes: int, *, whole_bytes: int) -> Transfer:
-        """The same of a tensor of which a rank has a part."""
+        """This transfer, scaled to the part of the tensor that a rank has."""
         payload, sent = (n * part_bytes // max(whole_bytes, 1) for n in (self.payload_bytes, self.sent_bytes))
         return replace(self, payload_bytes=payload, sent_bytes=sent)
 

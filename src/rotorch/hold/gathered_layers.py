@@ -141,9 +141,6 @@ class GatheredLayers(OuterShardedModel):
         self._memory.sum_gradients(self._outside)
         self._inner.finish()
 
-    def gradients(self) -> list[Tensor]:
-        return self._inner.gradients()
-
     def _gather(self, number: int) -> None:
         self._memory.unshard(number)
         self._memory.computes(number, backward=False)  # a sum may go on beside the next block's backward

@@ -1,9 +1,10 @@
 """Weights of stages, cut over the ranks of a stage and gathered whole for a run of micro-batches.
 
-Used by `fsdp` inside of a pipeline, by `zeropp`, and by `fsdp` around another strategy, whose stages are the blocks of
-a model (`gathered_layers.py`). Torch's `fully_shard` gathers around every forward and backward of a module; a pipeline
-has many of them in a row, and has actions of its own to gather a stage's weights (UNSHARD), to free them (RESHARD), and
-to sum their gradients (REDUCE_GRAD): one message each, however many weights.
+Used by `fsdp` inside of a pipeline, by `zeropp`, and by `fsdp` around another strategy, whose slices come and go with
+stages or, without a pipeline, with the blocks of a model (`gathered_layers.py`). Torch's `fully_shard` gathers around
+every forward and backward of a module; a pipeline has many of them in a row, and has actions of its own to gather a
+stage's weights (UNSHARD), to free them (RESHARD), and to sum their gradients (REDUCE_GRAD): one message each, however
+many weights.
 
 [Note: gathered memory]
     A whole weight is one parameter throughout, whose storage is freed and allocated again, so that tensors which

@@ -73,9 +73,9 @@ class ShardedModel(Observable, ABC):
         """Begins a step: makes weights visible to other ranks as the optimizer left them. All ranks."""
         return None
 
-    def computed_again(self) -> AbstractContextManager[None]:
-        """Returns a block in which backward runs a part of the module again, as it would run now."""
-        return nullcontext()
+    def computed_again(self) -> Callable[[], AbstractContextManager[None]]:
+        """Called in forward; the result makes contexts in which backward runs a part of it again, as it runs now."""
+        return nullcontext
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Encloses the forward and backward of one micro-batch."""
@@ -257,8 +257,23 @@ class OuterShardedModel(ShardedModel):
     def computed(self) -> Iterable[str]:
         return self._inner.computed
 
+    def computed_again(self) -> Callable[[], AbstractContextManager[None]]:
+        return self._inner.computed_again()
+
+    def unsharded(self) -> AbstractContextManager[nn.Module]:
+        return self._inner.unsharded()
+
+    def start(self) -> None:
+        self._inner.start()
+
     def unused(self) -> list[str]:
         return self._inner.unused()
+
+    def finish(self) -> None:
+        self._inner.finish()
+
+    def gradients(self) -> list[Tensor]:
+        return self._inner.gradients()
 
     def make_deferred_additions(self) -> None:
         self._inner.make_deferred_additions()

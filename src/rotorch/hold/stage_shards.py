@@ -1,10 +1,7 @@
-"""A pipeline's stages on ranks that share them: rows of each weight at rest, gathered when the pipeline says so."""
+"""A pipeline's stages on ranks that share them: rows of weights or of slices, gathered when the pipeline says so."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
@@ -101,15 +98,3 @@ class StageSlices(OuterShardedModel, _Gathered):
 
     def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
         return (Shard(0), *self._inner.placements_of(weight, unit=unit))
-
-    def unsharded(self) -> AbstractContextManager[nn.Module]:
-        return self._inner.unsharded()
-
-    def start(self) -> None:
-        self._inner.start()
-
-    def finish(self) -> None:
-        self._inner.finish()
-
-    def gradients(self) -> list[Tensor]:
-        return self._inner.gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,11 +70,11 @@ def _mark_block(block: nn.Module, status: StatusWord, *, unit: int) -> None:
     block.register_forward_hook(end)
 
 
-Again = Callable[[], AbstractContextManager[None]]
-"""Called in forward; gives the block in which backward runs the same again."""
+Contexts = Callable[[], AbstractContextManager[None]]
+"""Makes the context in which backward computes something again; each backward through a graph asks for one."""
 
 
-def recompute_blocks(module: nn.Module, *, strategy: str, again: Again | None = None) -> None:
+def recompute_blocks(module: nn.Module, *, strategy: str, contexts: Callable[[], Contexts] | None = None) -> None:
     """Lets every repeated block keep only its inputs in forward; backward runs the block again. In place.
 
     This is `torch.utils.checkpoint`, not reentrant, around a block's forward. Hooks of the block stay outside of it:
@@ -83,7 +83,7 @@ def recompute_blocks(module: nn.Module, *, strategy: str, again: Again | None = 
     Args:
         module: the model.
         strategy: kind of the strategy that asks, for the error.
-        again: where a second forward needs more than its inputs.
+        contexts: called in every forward of a block, where a second forward needs more than its inputs.
 
     Raises:
         ConfigError: the model has no repeated blocks.
@@ -94,28 +94,37 @@ def recompute_blocks(module: nn.Module, *, strategy: str, again: Again | None = 
             f"{strategy}: recompute=block: {type(module).__name__} has no nn.ModuleList of blocks. Write recompute=none"
         )
     for block in blocks:
-        recompute(block, again=again)
+        recompute(block, contexts=contexts)
 
 
-def recompute(module: nn.Module, *, again: Again | None = None) -> None:
+def recompute(module: nn.Module, *, contexts: Callable[[], Contexts] | None = None) -> None:
     """Lets a module keep only its inputs in forward; backward runs it again (see `recompute_blocks`). In place."""
-    module.forward = partial(_run_again_in_backward, module.forward, module, again)  # type: ignore[method-assign]
+    module.forward = partial(_run_again_in_backward, module.forward, module, contexts)  # type: ignore[method-assign]
 
 
-def _run_again_in_backward(forward: Any, module: nn.Module, again: Again | None, /, *args: Any, **kwargs: Any) -> Any:
+def _run_again_in_backward(
+    forward: Any, module: nn.Module, contexts: Callable[[], Contexts] | None, /, *args: Any, **kwargs: Any
+) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    blocks = [again()] if again is not None else []
+    each = [contexts()] if contexts is not None else []
     if any(True for _ in module.buffers()):  # running statistics move once per step
-        blocks.append(buffers_untouched(module))
-    if blocks:
-        kwargs["context_fn"] = lambda: (nullcontext(), _all_of(blocks))
+        each.append(partial(buffers_untouched, module))
+    if each:
+        kwargs["context_fn"] = lambda: (nullcontext(), _Together(each))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-@contextmanager
-def _all_of(blocks: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(block)
-        yield
+class _Together:
+    """Contexts that are made anew whenever this one is entered."""
+
+    def __init__(self, each: Sequence[Contexts]) -> None:
+        self._each = each
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        for make in self._each:
+            self._entered.enter_context(make())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)

@@ -26,7 +26,7 @@ Shapes: B sequences, T tokens, S tokens of this rank, D features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -115,12 +115,12 @@ class TokenShard:
         layers[0].register_forward_pre_hook(partial(self._begin, layers), with_kwargs=True)
         layers[-1].register_forward_hook(self._end)
 
-    def of_pass(self) -> AbstractContextManager[None]:
-        """A block in which the tokens are those of the pass that is under way now: its layers are computed again."""
+    def of_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        """Notes the tokens of the pass that is under way; the result makes contexts in which they are this rank's."""
         then = self.rows, self.lengths
 
         @contextmanager
-        def block() -> Iterator[None]:
+        def context() -> Iterator[None]:
             now = self.rows, self.lengths
             self.rows, self.lengths = then
             try:
@@ -128,7 +128,7 @@ class TokenShard:
             finally:
                 self.rows, self.lengths = now
 
-        return block()
+        return context
 
     def _begin(
         self, layers: Sequence[nn.Module], _: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -262,8 +262,9 @@ def refuse_hidden_states(module: nn.Module) -> None:
 
 def _no_tokens(name: str) -> ConfigError:
     return ConfigError(
-        f"megatron: sequence_parallel: {name!r} does not take and return hidden states of [rows, tokens, features]. "
-        "Leave sequence_parallel out"
+        f"megatron: sequence_parallel: {name!r} does not take and return hidden states of [rows, tokens, features], "
+        "or a checkpoint computes it again behind a pass with sequences of another length. Leave sequence_parallel "
+        "out, or write fsdp=1[recompute=block] around it in place of the checkpoint"
     )
 
 

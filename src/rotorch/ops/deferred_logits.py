@@ -41,9 +41,6 @@ _ELEMENTWISE = {
     torch.neg, Tensor.neg, Tensor.__neg__, torch.clamp, Tensor.clamp, Tensor.float, Tensor.double, Tensor.to,
     Tensor.type, Tensor.bfloat16, Tensor.half,
 }  # fmt: skip
-_KEEP_THEIR_RESULT = {torch.tanh, Tensor.tanh}
-"""Those whose derivative is a function of their result."""
-
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 _AS_IS = {Tensor.contiguous}
 _OF_VALUES = {
@@ -229,9 +226,9 @@ def replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
     return values
 
 
-def overwritable(logits: Tensor, *, of: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
-    """`replay(of, chain)` in memory that may be written to: the gradient of `chain` is right all the same."""
-    is_needed = chain[-1][0] in _KEEP_THEIR_RESULT or logits.data_ptr() == of.data_ptr()
+def overwritable(logits: Tensor, *, of: Tensor) -> Tensor:
+    """Logits that a chain has made of others, in memory that may be written to: its gradient is right all the same."""
+    is_needed = hasattr(logits.grad_fn, "_saved_result") or logits.data_ptr() == of.data_ptr()
     return logits.detach().clone() if is_needed else logits.detach()
 
 

@@ -135,7 +135,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 logits_BR = replay(raw_BR, chain)
                 picked_B = pick(logits_BR, local)
                 if chain:
-                    part_B, largest_B = _log_sum_exp(overwritable(logits_BR, of=raw_BR, chain=chain)), None
+                    part_B, largest_B = _exponentiate(overwritable(logits_BR, of=raw_BR))[0], None
                 else:
                     part_B, largest_B = _exponentiate(raw_BR)
                 seen.add(part_B, inside=inside, picked_B=picked_B)
@@ -352,7 +352,7 @@ def _keep_slice(
     with torch.enable_grad(), no_saved_tensor_hooks():
         leaf = raw_BR.requires_grad_(bool(chain))
         logits_BR = replay(leaf, chain)
-    exp_BR = overwritable(logits_BR, of=leaf, chain=chain) if chain else raw_BR
+    exp_BR = overwritable(logits_BR, of=leaf) if chain else raw_BR
     picked_B = pick(exp_BR, local)
     # Their exponential is 0, so targets count in no sum (see [Note: one look at the weight]).
     put(exp_BR, local, -torch.inf, where=inside)
@@ -379,11 +379,6 @@ def _exponentiate(logits_BR: Tensor) -> tuple[Tensor, Tensor]:
     largest_B = _largest(logits_BR)
     logits_BR.sub_(largest_B.unsqueeze(1)).exp_()
     return logits_BR.sum(-1).log_().add_(largest_B), largest_B
-
-
-def _log_sum_exp(logits_BR: Tensor) -> Tensor:
-    """The log-sum-exp [B] of logits; overwrites them, except in float16, which ends below sums of exponentials."""
-    return torch.logsumexp(logits_BR, dim=-1) if logits_BR.dtype is torch.float16 else _exponentiate(logits_BR)[0]
 
 
 def _softmax_factor(largest_B: Tensor, lse_B: Tensor) -> Tensor:
@@ -422,7 +417,7 @@ def _softmax_gradient(
         with torch.enable_grad():
             leaf = raw_BR.detach().requires_grad_()
             logits_BR = replay(leaf, chain)
-        grad_BR = overwritable(logits_BR, of=leaf, chain=chain).sub_(lse_B.unsqueeze(1)).exp_()
+        grad_BR = overwritable(logits_BR, of=leaf).sub_(lse_B.unsqueeze(1)).exp_()
     else:
         grad_BR = raw_BR.sub_(lse_B.unsqueeze(1)).exp_()
     put(grad_BR, local, pick(grad_BR, local) - 1.0, where=inside)

@@ -174,19 +174,26 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
     copies = _copies(inner, unit, layout_of=partial(inner.layout, position=at))
     for strategy, position in reversed(outer):
         unit = inner.held(unit, layout=here, position=at)
-        inner, at = strategy, position
+        inside, inner, at = (inner, at), strategy, position
         here = strategy.layout_around(unit, position=position)
+        if strategy.shares_inside and strategy.gathers_weights:
+            layout = _sums_of_rows(layout, strategy.held(unit, layout=here, position=position), *inside)
         transient = layout.transient_bytes + here.transient_bytes
-        transfers = layout.transfers
-        if strategy.shares_inside:  # gradients are summed once a rank has only its part of them
-            part, whole = here.resident_bytes, unit.num_bytes
-            transfers = tuple(t.of_part(part, whole_bytes=whole) if t.phase is Phase.STEP else t for t in transfers)
-        transfers += here.transfers
+        transfers = layout.transfers + here.transfers
         layout = replace(layout, resident_bytes=here.resident_bytes, transient_bytes=transient, transfers=transfers)
         if strategy.shares_inside:  # then what passes compute with is its own
             copies = _copies(strategy, unit, layout_of=partial(strategy.layout_around, position=position))
             layout = replace(layout, slots_bytes=here.slots_bytes, padding_bytes=here.padding_bytes)
     return replace(layout, copies_bytes=copies)
+
+
+def _sums_of_rows(layout: Layout, rows: Unit, inner: Strategy, position: int) -> Layout:
+    """The inner strategy's layout, whose sums at a step's end are of the rows of gradients that a rank has by then."""
+    passes = tuple(t for t in layout.transfers if t.phase is not Phase.STEP)
+    if len(passes) == len(layout.transfers):
+        return layout
+    sums = tuple(t for t in inner.layout(rows, position=position).transfers if t.phase is Phase.STEP)
+    return replace(layout, transfers=passes + sums)
 
 
 def _copies(strategy: Strategy, unit: Unit, *, layout_of: Callable[[Unit], Layout]) -> int:

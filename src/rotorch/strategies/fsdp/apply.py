@@ -165,7 +165,7 @@ def _around(setup: Setup, inner: ShardedModel) -> ShardedModel:
         raise AssertionError(f"{setup.strategy} is around a model whose shards it cannot share")
     sum_in_one_message(setup.mesh if setup.inside is None else setup.inside, device=setup.device)
     if setup.strategy.recomputes_layers:
-        recompute_blocks(setup.module, strategy=setup.strategy.kind, again=inner.computed_again)
+        recompute_blocks(setup.module, strategy=setup.strategy.kind, contexts=inner.computed_again)
     if any(unit.stages for unit in setup.spec.units):
         return StageSlices(inner, reshard=setup.strategy.reshard)
     return GatheredLayers(inner, spec=setup.spec, reshard=setup.strategy.reshard)

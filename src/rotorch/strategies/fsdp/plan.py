@@ -44,7 +44,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.gathered import gathered_layout, slices_layout, with_blocks_noted
+from rotorch.core.gathered import gathered_layout, slices_layout, with_blocks_noted, with_rows
 from rotorch.core.layout import Layout
 from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import ModelSpec, Unit
@@ -153,6 +153,11 @@ class FSDP(OneAxis):
 
     def keeps_copies(self, unit: Unit) -> bool:
         return is_whole(unit) or unit.note(WholeExperts) is not None
+
+    def held(self, unit: Unit, *, layout: Layout, position: int = 0) -> Unit:
+        if is_whole(unit) or unit.note(WholeExperts) is not None:
+            return super().held(unit, layout=layout, position=position)
+        return with_rows(unit, size=self.size, position=position)
 
     def layout_around(self, unit: Unit, *, position: int = 0) -> Layout:
         if unit.stages:  # a stage is gathered at once, outside of blocks, too

@@ -8,7 +8,7 @@ compute this rank's part where they are used (`ops/shard_use.py`); weights that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
@@ -91,8 +91,8 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
         with seeded_rng(common_seed(mesh=self._mesh)), super().unsharded() as module:
             yield module
 
-    def computed_again(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._tokens is None else self._tokens.of_pass()
+    def computed_again(self) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext if self._tokens is None else self._tokens.of_pass()
 
     @property
     def transport(self) -> str | None:
