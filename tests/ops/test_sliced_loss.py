@@ -476,7 +476,7 @@ def made_in_float32(make, keep, operation):
     ],
 )
 def test_logits_of_another_precision_exist_once_at_a_time(keep, of_a_cast, of_tanh, rotating):
-    """What follows is written over them, in forward and where they are computed again, unless a gradient needs them."""
+    """Sums write over them, in forward and where they are computed again, unless a gradient needs them."""
     for operation, number in ((lambda z: z, of_a_cast), (torch.tanh, of_tanh)):
         assert run_ranks(made_in_float32, rotating, keep, operation, num_ranks=1) == [number]
 
