@@ -262,7 +262,6 @@ EXAMINED = {
     ("atp=1x2", "llama"),
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),
-    ("pp=2,atp=1x2", "llama"),  # parts of features between stages
     ("fsdp=2,megatron=2", "qwen3"),  # shards of slices
     ("rtp=2,megatron=2", "qwen3"),  # slices of parts
 }
@@ -287,7 +286,7 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
         return not _repeats_options(strategies[0]) and not _is_plain_grid(strategies[0])
     if is_grid(kind):
         return (size, model) == (4, "llama") and strategies[0].size_fields == ("rows", "columns")
-    return (size, model) == (2, "qwen3") or kind == "single"
+    return (size, model) == (2, "qwen3") or (kind, model) == ("single", "llama")
 
 
 def _is_plain_grid(strategy: Strategy) -> bool:
