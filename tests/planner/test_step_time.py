@@ -66,6 +66,18 @@ def test_a_group_has_the_link_that_it_needs():
     assert SPEEDS.bytes_per_s_of(Group(2, 8)) == 20e9
 
 
+def test_hidden_states_are_gathered_once_behind_all_layers_that_cut_tokens():
+    """A layer gathers and scatters them twice in forward, and in backward, where inputs are gathered once more."""
+    slow = replace(SPEEDS, links=(LinkSpeed(8, 2e9, 0.0, 0.0), LinkSpeed(64, 2e9, 0.0, 0.0)))
+    one = 4 * 1024 * 1024 * 2 / 2 / 2e9  # half of the hidden states
+    busy = [
+        step_time(planned("megatron=2[sequence_parallel=true]", layers=n, speeds=slow)).busy_s["collective"]
+        for n in (1, 2, 3, 8)
+    ]
+    assert busy[1] - busy[0] == pytest.approx(10 * one, rel=0.01)
+    assert busy[3] - busy[2] == pytest.approx(50 * one, rel=0.01)
+
+
 def test_ranks_of_a_group_behind_links_of_their_own_use_all_of_them():
     assert SPEEDS.bytes_per_s_of(Group(16, 1)) == 160e9  # eight links between two nodes
     assert SPEEDS.bytes_per_s_of(Group(16, 4)) == 40e9

@@ -26,7 +26,7 @@ from math import prod
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy, sharing, with_visits
-from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_reduce
+from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.makespan import Makespan
 from rotorch.pipelining.simulate import Link, StageCosts
@@ -46,6 +46,7 @@ from rotorch.planner.workload import (
     optimizer_work,
     unit_passes,
 )
+from rotorch.strategies.megatron.along_tokens import longest, tokens_cut, without_ends
 
 _MOST_LAYERS = 3
 """Of a class that are scheduled (see [Note: extrapolation])."""
@@ -219,6 +220,7 @@ class _Step:
         self.at_once = plan.stages is not None and gathering  # a stage is gathered whole
         model = plan.model
         self.layers = [self._layer(layer) for layer in model.classes]
+        self.ends = self._ends_of_layers([unit for layer in model.classes for unit in layer.units])
         batch, cutting = plan.batch, self.cutting
         self.before = self._outside(model.before, embedding_passes(model, batch=batch, cutting=cutting))
         head = head_passes(model, batch=batch, cutting=cutting)
@@ -231,7 +233,21 @@ class _Step:
     def _layer(self, layer: LayerClass) -> list[_UnitTime]:
         plan = self.plan
         passes = layer_passes(plan.model, layer, batch=plan.batch, cutting=self.cutting, numerics=plan.numerics)
-        return [self._part([unit], p) for unit, p in zip(layer.units, passes, strict=True)]
+        return [self._part([without_ends(unit)], p) for unit, p in zip(layer.units, passes, strict=True)]
+
+    def _ends_of_layers(self, units: Sequence[Unit]) -> list[_UnitTime]:
+        """Gathers of hidden states behind all layers, and of gradients before them, where layers cut tokens."""
+        batch, inner, width = (
+            self.plan.batch,
+            self.plan.inner,
+            max((tokens_cut(unit).ends for unit in units), default=0),
+        )
+        if not width:
+            return []
+        part = longest(batch, inner.num_ranks) * width * batch.itemsize
+        one_s = self._s(all_gather(part, axis=inner.token_axes[0], size=inner.num_ranks, phase=Phase.FORWARD))
+        host_s = _COLLECTIVE_OPERATORS * self.plan.speeds.operator_s
+        return [_UnitTime(0.0, 0.0, 0.0, 0.0, 0.0, activations_s=(one_s, one_s), activations_host_s=(host_s, host_s))]
 
     def _outside(self, units: Sequence[Unit], passes: Passes) -> _UnitTime:
         """Part before or behind the layers; a matrix there that is not the head counts as a plain matrix."""
@@ -353,6 +369,7 @@ class _Step:
     def _scheduled(self, counts: Mapping[int, int], *, before: bool, after: bool, sums: bool) -> _Pass:
         row: list[list[_UnitTime]] = [[self.before]] if before else []
         row += [self.layers[number] for number, count in counts.items() for _ in range(count)]
+        row += [self.ends] if self.ends else []
         row += [[self.after]] if after else []
         lanes = Lanes()
         self._through(lanes, row, back=0, sums=False)

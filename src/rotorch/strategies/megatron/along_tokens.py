@@ -23,11 +23,14 @@ class TokensCut:
     Attributes:
         around: True if, around the unit, each rank that holds a slice has a shard of the tokens.
         gathers: pairs of features of hidden states that are gathered along the sequence: in forward, and, of a
-            gradient, in backward. Set for the first unit that needs it, of each stage of a pipeline.
+            gradient, in backward. Set for the first unit that needs it.
+        ends: features of hidden states that are gathered behind all layers, and whose gradient is before them. Set for
+            the first unit of the layers, of each stage in a pipeline; else 0.
     """
 
     around: bool = False
     gathers: tuple[tuple[int, int], ...] = ()
+    ends: int = 0
 
 
 def tokens_cut(unit: Unit) -> TokensCut:
@@ -67,19 +70,26 @@ def children(spec: ModelSpec) -> Children:
     return Children(tuple(c for c in found if c in units), tuple(c for c in found if c not in units))
 
 
+def without_ends(unit: Unit) -> Unit:
+    """The same unit without what is gathered behind all layers: one of many layers that are alike."""
+    note = tokens_cut(unit)
+    return unit.with_note(replace(note, ends=0)) if note.ends else unit
+
+
 def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
     """The same units, with notes of token shards around them, of gathers, and of weights whose gradients are parts."""
     layers, found = spec.order.layers, children(spec)
     whole = {f"{child}." for child in found.whole}
     gathered: dict[str, list[tuple[int, int]]] = {}  # by the first weight that wants it
     begun: set[tuple[int, ...]] = set()
+    ends: set[str] = set()
     for stages, weight in ((unit.stages, weight) for unit in spec.units for weight in unit.weights):
         child = child_of(weight.name, layers)
         if child is None or len(weight.shape) < 2:
             continue
         if stages not in begun:
             begun.add(stages)
-            gathered[weight.name] = [(spec.order.width, spec.order.width)]  # behind all layers, and before them
+            ends.add(weight.name)
         if f"{child}." in whole:
             whole.discard(f"{child}.")
             alone = weight.name == f"{child}.weight" and len(weight.shape) == 2
@@ -91,7 +101,8 @@ def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
         if unit.kind is UnitKind.REPLICATED:
             weights = tuple(replace(w, beside_slices=w.beside_slices or is_part(w, spec, found)) for w in weights)
         gathers = tuple(widths for w in unit.weights for widths in gathered.get(w.name, ()))
-        note = TokensCut(around=unit.name in found.on_slices, gathers=gathers)
+        width = spec.order.width if any(w.name in ends for w in unit.weights) else 0
+        note = TokensCut(around=unit.name in found.on_slices, gathers=gathers, ends=width)
         return replace(unit, weights=weights).with_note(note)
 
     return replace(spec, units=tuple(map(described, spec.units)))
@@ -173,7 +184,7 @@ def token_shards_sent(
         return reduce_scatter(size * width * column, axis=axis, size=size, phase=phase)
 
     note = tokens_cut(unit)
-    for forward, backward in note.gathers:
+    for forward, backward in (*note.gathers, *([(note.ends, note.ends)] if note.ends else [])):
         yield gather(forward, Phase.FORWARD)
         yield gather(backward, Phase.BACKWARD)
     if note.around:
