@@ -24,9 +24,13 @@ def _rows(rows: int, *, size: int, position: int) -> int:
 
 
 def with_rows(unit: Unit, *, size: int, position: int) -> Unit:
-    """A unit of the rows of each weight that the rank at `position` of `size` has."""
-    weights = (replace(w, shape=(_rows(w.shape[0], size=size, position=position), *w.shape[1:])) for w in unit.weights)
-    return replace(unit, weights=tuple(weights))
+    """A unit of the rows of each weight that the rank at `position` of `size` has; what is gathered has no copies."""
+
+    def rows(weight: Weight) -> Weight:
+        shape = (_rows(weight.shape[0], size=size, position=position), *weight.shape[1:])
+        return replace(weight, shape=shape, copy_itemsize=None)
+
+    return replace(unit, weights=tuple(map(rows, unit.weights)))
 
 
 def _padded_rows(weight: Weight, *, size: int) -> int:
