@@ -123,8 +123,10 @@ class _Together:
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        for make in self._each:
-            self._entered.enter_context(make())
+        with ExitStack() as entered:
+            for make in self._each:
+                entered.enter_context(make())
+            self._entered = entered.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._entered.__exit__(*error)

@@ -237,12 +237,8 @@ class _Step:
 
     def _ends_of_layers(self, units: Sequence[Unit]) -> list[_UnitTime]:
         """Gathers of hidden states behind all layers, and of gradients before them, where layers cut tokens."""
-        batch, inner, width = (
-            self.plan.batch,
-            self.plan.inner,
-            max((tokens_cut(unit).ends for unit in units), default=0),
-        )
-        if not width:
+        batch, inner = self.plan.batch, self.plan.inner
+        if not (width := max((tokens_cut(unit).ends for unit in units), default=0)):
             return []
         part = longest(batch, inner.num_ranks) * width * batch.itemsize
         one_s = self._s(all_gather(part, axis=inner.token_axes[0], size=inner.num_ranks, phase=Phase.FORWARD))
