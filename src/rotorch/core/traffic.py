@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -45,11 +45,6 @@ class Transfer:
     payload_bytes: int
     sent_bytes: int
     num_messages: int = 1
-
-    def of_part(self, part_bytes: int, *, whole_bytes: int) -> Transfer:
-        """This transfer, scaled to the part of the tensor that a rank has."""
-        payload, sent = (n * part_bytes // max(whole_bytes, 1) for n in (self.payload_bytes, self.sent_bytes))
-        return replace(self, payload_bytes=payload, sent_bytes=sent)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from rotorch.core.gathered import gathered_layout
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import Phase
+from rotorch.core.traffic import Phase, Transfer
 from rotorch.pipelining.actions import Schedule
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.strategies.zeropp.schedule import make_zeropp_schedule, smallest_unit
@@ -113,9 +113,9 @@ class ZeroPP(StageStrategy):
             transient_bytes=unit.bytes_in_pass + unit.num_bytes,
         )
         # A weight that another stage borrows, and its gradient, travels from shard to shard.
-        of_shards = [t.of_part(shards.resident_bytes, whole_bytes=unit.num_bytes) for t in held.transfers]
+        scaled = [_scaled(t, by=shards.resident_bytes, of=unit.num_bytes) for t in held.transfers]
         resident = shards.resident_bytes if held.resident_bytes else 0
-        return replace(shards, resident_bytes=resident, transfers=(*shards.transfers, *of_shards))
+        return replace(shards, resident_bytes=resident, transfers=(*shards.transfers, *scaled))
 
     def keeps_copies(self, unit: Unit) -> bool:
         return False
@@ -127,3 +127,8 @@ class ZeroPP(StageStrategy):
                 f"Write {self.kind}={self.stages}x1,{inner}"
             )
         super().check_around(inner)
+
+
+def _scaled(transfer: Transfer, *, by: int, of: int) -> Transfer:
+    num_bytes = transfer.sent_bytes * by // max(of, 1)
+    return replace(transfer, payload_bytes=num_bytes, sent_bytes=num_bytes)
