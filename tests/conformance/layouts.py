@@ -78,6 +78,14 @@ GROUPED_VISITS = {
 }
 """Of slices that visit together; tests/strategies/test_rtp_visits.py has their bytes and memory."""
 
+INPUTS_FIRST = {
+    ("rtp=3[transport=send_receive,recompute=slice]", "gpt2"),
+    ("rtp=2", "gpt2"),
+    ("megatron=3", "gpt2"),
+    ("rtp=2[transport=send_receive],megatron=2", "gpt2"),
+}
+"""Of linear layers whose weights lie with their inputs first, on GPT-2: of each way to multiply with a part of one."""
+
 
 def of_size(kind: str, size: int) -> str | None:
     """The layout of one strategy on so many ranks; None if it has no size."""
@@ -188,7 +196,7 @@ def table() -> list[tuple[str, str]]:
             if getattr(made, "num_stages", 0) > 2:  # the models have two layers: chunks on one rank
                 made = strategy(**{**for_options(strategy, chosen), "stages": 1}, **chosen)
             pairs.append((format_parallel([made]), "llama"))
-    pairs += sorted(THREE_DIMS | SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS)
+    pairs += sorted(THREE_DIMS | SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS | INPUTS_FIRST)
     for outer, inner in sorted(COMPOSES):
         models = MODELS[:1] if is_grid(inner) else MODELS
         pairs += [(f"{of_size(outer, 2)},{smallest(inner)}", model) for model in models]
@@ -231,7 +239,7 @@ def says_new(layout: str, model: str) -> bool:
     """
     if (layout, model) in ELSEWHERE:
         return False
-    if (layout, model) in WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS:
+    if (layout, model) in WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS | INPUTS_FIRST:
         return True
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
@@ -259,6 +267,7 @@ EXAMINED = {
     ("rtp=3[recompute=slice,transport=send_receive,experts=whole]", "mixtral"),
     ("ep=3[recompute=block]", "mixtral"),
     ("pp=2,ep=2", "mixtral"),
+    ("rtp=3[transport=send_receive,recompute=slice]", "gpt2"),
     ("atp=1x2", "llama"),
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),
@@ -277,7 +286,7 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     kind, size = strategies[0].kind, num_ranks(strategies)
     if (layout, model) in EXAMINED:
         return True
-    elsewhere = SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS
+    elsewhere = SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS | INPUTS_FIRST
     if len(strategies) > 1 or (layout, model) in elsewhere:
         return False
     if is_pipeline(kind):

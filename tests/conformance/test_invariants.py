@@ -7,7 +7,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from layouts import MODELS, WHOLE_EXPERTS, cells, says_new_of_invariants, table
+from layouts import INPUTS_FIRST, MODELS, WHOLE_EXPERTS, cells, says_new_of_invariants, table
 
 from rotorch.core.errors import RankFailure
 from rotorch.strategies import COMPOSES, STRATEGIES, parse_parallel
@@ -50,5 +50,5 @@ def test_every_strategy_and_composition_is_in_the_table():
     layouts = [parse_parallel(layout) for layout, _ in PAIRS]
     assert {s.kind for strategies in layouts for s in strategies} == set(STRATEGIES)
     assert {(a.kind, b.kind) for strategies in layouts for a, b in pairwise(strategies)} == set(COMPOSES)
-    assert {model for _, model in PAIRS} == {*MODELS, *(model for _, model in WHOLE_EXPERTS)}
+    assert {model for _, model in PAIRS} == {*MODELS, *(model for _, model in WHOLE_EXPERTS | INPUTS_FIRST)}
     assert len(PAIRS) == len(set(PAIRS))

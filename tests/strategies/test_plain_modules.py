@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import rotorch
 from rotorch.core.errors import ConfigError
@@ -403,6 +404,34 @@ class Transposes(nn.Module):
 @pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
 def test_transposed_weights(layout):
     check(Transposes, layout, shape=(12,))
+
+
+class InputsFirst(nn.Module):
+    """Linear layers whose weights lie with their inputs first, in all the ways that these are multiplied with."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Conv1D(17, 12), Conv1D(12, 17)
+        self.alone = Conv1D(13, 12)
+        self.alone.bias = None
+        self.head = nn.Linear(13, 5)
+
+    def forward(self, x):
+        x = x + self.down(F.gelu(self.up(x)))
+        x = torch.tanh(F.linear(x, self.up.weight.T, self.up.bias)) @ torch.ones(17, 12, dtype=x.dtype)
+        x = torch.tanh(x @ self.alone.weight) + F.linear(x[:, None], self.alone.weight.t())[:, 0]
+        return self.head(x)
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", "rtp=3[transport=send_receive]", "megatron=3"])
+def test_linear_layers_with_their_inputs_first(layout):
+    check(InputsFirst, layout, shape=(12,))
+
+
+@pytest.mark.parametrize("layout", [MESSAGES, "megatron=2"])
+def test_linear_layers_with_their_inputs_first_are_not_made_whole(layout):
+    for lines in run_ranks(warnings_of, InputsFirst, layout, (12,), num_ranks=2):
+        assert not [line for line in lines if "takes no slices" in line]
 
 
 class LeavesBiasesOut(nn.Module):

@@ -1,4 +1,4 @@
-"""Products with the transpose of a matrix: `x @ weight.T` is the linear layer of `weight`."""
+"""Products with a matrix on the right: `x @ weight.T` is the linear layer of `weight`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def is_transpose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
 
 def as_linear(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_transposed: Callable[[Any], bool]
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_matrix: Callable[[Any], bool]
 ) -> tuple[Any, Any, Any] | None:
-    """Input, transposed matrix and bias of a function that is a linear layer with that matrix; None if it is not.
+    """Input, matrix `[inputs, outputs]` and bias of a function that multiplies by that matrix; None if it is another.
 
     Args:
         func: any function.
         args: of it.
         kwargs: of it.
-        is_transposed: True if an argument is the transpose of the matrix.
+        is_matrix: True if an argument is one of the matrices in question.
     """
-    if kwargs or len(args) < 2 or not is_transposed(args[-1]) or is_transposed(args[-2]):
+    if kwargs or len(args) < 2 or not is_matrix(args[-1]) or is_matrix(args[-2]):
         return None
     if func in _PRODUCTS and len(args) == 2:
         return args[0], args[1], None

@@ -1,5 +1,7 @@
 """A linear layer and an embedding with one rotating weight, cut along its output.
 
+A linear layer's weight lies `[O, I]`, or, where it is cut along its second dim, `[I, O]`.
+
 Shapes: B tokens (all leading dims flattened), I input features, O output features, V vocabulary, D hidden.
 """
 
@@ -19,12 +21,22 @@ from rotorch.ops.rotate import RotatingUnit, SliceGradient
 
 
 def slice_rows(unit: RotatingUnit, index: int) -> Range:
-    """The rows of the unit's weight that slice `index` holds."""
+    """The rows of the unit's weight that slice `index` holds; the columns of one that lies `[I, O]`."""
     return unit.slices.ranges(unit.slices.weights[0], index=index)[0]
 
 
+def _in_rows(unit: RotatingUnit, weight: Tensor) -> Tensor:
+    """A slice of the unit's matrix as `[R, I]`, a view."""
+    return weight.t() if _lies_transposed(unit) else weight
+
+
+def _lies_transposed(unit: RotatingUnit) -> bool:
+    cut = unit.slices.weights[0].cut
+    return cut is not None and cut.dim == 1
+
+
 def rotate_linear(unit: RotatingUnit, x: Tensor) -> Tensor:
-    """`x [.., I]` times the unit's weight `[O, I]` (plus its bias): each slice writes its columns of `[.., O]`."""
+    """`x [.., I]` times the unit's matrix (plus its bias): each slice writes its columns of `[.., O]`."""
     if not torch.is_grad_enabled() or not (unit.trained or x.requires_grad):
         return _linear_forward(unit, x.detach(), AutocastState.now(x.device.type))
     return _RotateLinear.apply(unit, unit.anchor, x)
@@ -34,7 +46,7 @@ def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> T
     dtype = autocast.dtype_for(x)
     x_BI = x.reshape(-1, x.shape[-1]).to(dtype)
     # The output itself, not a view of it: autograd lets nobody write into a view that a function returns.
-    y = x_BI.new_empty(*x.shape[:-1], unit.slices.weights[0].shape[0])
+    y = x_BI.new_empty(*x.shape[:-1], unit.slices.weights[0].shape[1 if _lies_transposed(unit) else 0])
     y_BO = y.view(-1, y.shape[-1])
     with torch.autocast(x.device.type, enabled=False):  # inputs have its dtype already; it would cache each slice
         for visit in unit.visits(backward=False):
@@ -42,7 +54,7 @@ def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> T
             rows = slice_rows(unit, visit.index)
             columns = y_BO[:, rows.start : rows.stop]
             # Straight into its columns: slices' outputs need no concatenation.
-            torch.mm(x_BI, weight.t(), out=columns)
+            torch.mm(x_BI, _in_rows(unit, weight).t(), out=columns)
             if bias:
                 columns.add_(bias[0])
     return y
@@ -69,7 +81,7 @@ class _RotateLinear(torch.autograd.Function):
             rows = slice_rows(unit, visit.index)
             part_BR = grad_BO[:, rows.start : rows.stop]
             # Before the gradient, which may have to wait for other ranks: this product hides that.
-            dx_BI.addmm_(part_BR, unit.weights(visit)[0].detach().to(dtype))
+            dx_BI.addmm_(part_BR, _in_rows(unit, unit.weights(visit)[0].detach().to(dtype)))
             add_linear_gradient(unit, visit, part_BR, x_BI)
         return None, None, dx_BI.view_as(x).to(x.dtype)
 
@@ -83,7 +95,7 @@ def add_linear_gradient(
     row_scale_B: Tensor | None = None,
     wait: bool = True,
 ) -> None:
-    """Adds a linear layer's gradient to that of the visiting slice [weight [R, I], bias [R]] and passes it on.
+    """Adds a linear layer's gradient to that of the visiting slice [matrix [R, I] or [I, R], bias [R]]; passes it on.
 
     Args:
         unit: the layer's unit.
@@ -96,7 +108,7 @@ def add_linear_gradient(
     if not unit.trained:
         return
     receiver = SliceGradient(unit, visit, wait=wait)
-    receiver.add_product(0, grad_BR, x_BI)
+    receiver.add_product(0, *((x_BI, grad_BR) if _lies_transposed(unit) else (grad_BR, x_BI)))
     if len(unit.slices.weights) > 1:
         receiver.add(1, grad_BR.sum(0) if row_scale_B is None else grad_BR.t() @ row_scale_B)
     receiver.pass_on()

@@ -82,15 +82,20 @@ class VisitingUse(RingUse):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product slice by slice; a head's logits are deferred."""
-        # A bias that travels with the matrix is added by the product of each slice.
-        together = self._brings(bias)
-        if not together and self._brings_more:
+        if self._along_columns or not self._takes(bias):
             return None
         if (head := self.rotating_head(bias)) is not None:
             return DeferredLogits(x, head)
+        return self._multiply(x, bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product slice by slice, if the matrix is cut along its columns, which are the outputs."""
+        return self._multiply(x, bias) if self._along_columns and self._takes(bias) else None
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         output = rotate_linear(self.unit, x)
         # A whole bias once, behind the slices, whose columns lie side by side: its gradient is the usual one.
-        return output if bias is None or together else output + bias
+        return output if bias is None or self._brings(bias) else output + bias
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor:
         """Each slice answers the ids in its rows."""
@@ -100,21 +105,23 @@ class VisitingUse(RingUse):
         self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
         """Each slice makes its output channels."""
-        together = self._brings(bias)
-        if not together and self._brings_more:
+        if not self._takes(bias):
             return None
         output = rotate_conv(func, self.unit, x, *args, **kwargs)
-        if bias is None or together:
+        if bias is None or self._brings(bias):
             return output
         return output + bias.view(-1, *[1] * (len(self.weight.shape) - 2))
 
     def _brings(self, bias: Tensor | None) -> bool:
         return self._unit_of(bias) is self.unit
 
+    def _takes(self, bias: Tensor | None) -> bool:
+        """True if slices have a product with this bias: one that travels with the matrix is added by each slice's."""
+        return self._brings(bias) or len(self.unit.unit.weights) == 1
+
     @property
-    def _brings_more(self) -> bool:
-        """True if slices travel with a bias, which the unit's product adds: it has none for the matrix alone."""
-        return len(self.unit.unit.weights) > 1
+    def _along_columns(self) -> bool:
+        return self.weight.cut is not None and self.weight.cut.dim == 1
 
 
 class InPlaceUse(RingUse):
@@ -125,8 +132,15 @@ class InPlaceUse(RingUse):
         # Here a bias is a unit of its own, even if it is cut, and the loss over slices knows of one unit only.
         if (head := self.rotating_head(bias)) is not None:
             return DeferredLogits(x, head)
+        return self._multiply(x, bias, transposed=False)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the whole matrix, whichever dim it is cut along."""
+        return self._multiply(x, bias, transposed=True)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         cut_bias = self._unit_of(bias)
-        return linear_side_by_side(self.unit, x, bias=bias if cut_bias is None else cut_bias)
+        return linear_side_by_side(self.unit, x, bias=bias if cut_bias is None else cut_bias, transposed=transposed)
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor:
         """Rows of the whole weight."""

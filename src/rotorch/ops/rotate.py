@@ -186,15 +186,15 @@ class SliceGradient:
         else:
             self._views[number].add_(grad)
 
-    def add_product(self, number: int, grad_BO: Tensor, x_BI: Tensor) -> None:
-        """Adds `grad.T @ x`, the gradient of a linear layer's weight `[O, I]`."""
+    def add_product(self, number: int, left_BM: Tensor, right_BN: Tensor) -> None:
+        """Adds `left.T @ right`: of a linear layer's weight `[O, I]`, its output's gradient and its input."""
         self._unit.reached.add(number)
         if self._views is None:
-            self._early.append(lambda: self.add_product(number, grad_BO, x_BI))
-        elif add_product(self._views[number], grad_BO.t(), x_BI, fresh=self._fresh[number]):
+            self._early.append(lambda: self.add_product(number, left_BM, right_BN))
+        elif add_product(self._views[number], left_BM.t(), right_BN, fresh=self._fresh[number]):
             self._fresh[number] = False
         else:
-            self.add(number, grad_BO.t() @ x_BI)
+            self.add(number, left_BM.t() @ right_BN)
 
     def add_rows(self, number: int, ids_B: Tensor, grad_BD: Tensor, *, rows: Range) -> None:
         """Adds the gradients of looked-up ids to that of an embedding's weight, of which the slice has `rows`."""

@@ -99,10 +99,18 @@ class ShardUse(WeightUse):
                 return F.linear(self._enter(hidden), self.shard, own_bias)
 
             return DeferredLogits(x, CutHead(self.axis_group, self.ranges, product))
-        output = F.linear(self._enter(x), self.shard, own_bias)
+        return self._gathered(F.linear(self._enter(x), self.shard, own_bias), bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The same for a matrix that is cut along its columns, which are the outputs."""
+        if self._dim != 1 or self.head:
+            return None
+        return self._gathered(F.linear(self._enter(x), self.shard.t(), self._own_bias(bias)), bias)
+
+    def _gathered(self, output: Tensor, bias: Tensor | None) -> Tensor:
         output = gather_from_region(output, dim=-1, lengths=self._lengths, axis_group=self.axis_group)
         # A whole bias only now: added before the gather it would meet this rank's columns alone.
-        return output if bias is None or own_bias is not None else output + bias
+        return output if bias is None or self._own_bias(bias) is not None else output + bias
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
         """Rows of this rank's shard, summed over ranks."""

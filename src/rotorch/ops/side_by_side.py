@@ -32,8 +32,12 @@ AddToSlice = Callable[[Tensor, bool, Range], None]
 """Called with a slice's gradient, True if it holds nothing yet, and the slice's range; adds this rank's part."""
 
 
-def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | Tensor | None) -> Tensor:
+def linear_side_by_side(
+    unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | Tensor | None, transposed: bool = False
+) -> Tensor:
     """`x [.., I]` times the unit's whole weight `[O, I]`, plus `bias`, one that is cut too or a plain tensor.
+
+    `transposed`: the weight lies `[I, O]`.
 
     Returns `[.., O]`. Differentiable in `x`, a plain `bias` and, through the ring, the weights.
     """
@@ -41,8 +45,8 @@ def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | T
     unit.ring.flush_ready()  # other ranks may be waiting for additions that this one has deferred
     cut_bias, plain = (bias, None) if isinstance(bias, RotatingUnit) else (None, bias)
     if not torch.is_grad_enabled() or not (unit.trained or any(t is not None and t.requires_grad for t in (x, plain))):
-        return F.linear(x, _whole(unit), plain if cut_bias is None else _whole(cut_bias))
-    return _LinearSideBySide.apply(unit, cut_bias, unit.anchor, x, plain)
+        return F.linear(x, _matrix(unit, transposed), plain if cut_bias is None else _whole(cut_bias))
+    return _LinearSideBySide.apply(unit, transposed, cut_bias, unit.anchor, x, plain)
 
 
 def embedding_side_by_side(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None) -> Tensor:
@@ -59,14 +63,25 @@ def _whole(unit: RotatingUnit) -> Tensor:
     return unit.whole
 
 
+def _matrix(unit: RotatingUnit, transposed: bool) -> Tensor:
+    """The whole weight as `[O, I]`."""
+    return _whole(unit).t() if transposed else _whole(unit)
+
+
 class _LinearSideBySide(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, unit: RotatingUnit, cut_bias: RotatingUnit | None, anchor: Tensor, x: Tensor, bias: Tensor | None
+        ctx: Any,
+        unit: RotatingUnit,
+        transposed: bool,
+        cut_bias: RotatingUnit | None,
+        anchor: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        ctx.unit, ctx.cut_bias = unit, cut_bias
+        ctx.unit, ctx.transposed, ctx.cut_bias = unit, transposed, cut_bias
         ctx.save_for_backward(x)  # not the weight, which stays in its place until the step ends
-        return F.linear(x, _whole(unit), bias if cut_bias is None else _whole(cut_bias))
+        return F.linear(x, _matrix(unit, transposed), bias if cut_bias is None else _whole(cut_bias))
 
     @staticmethod
     @once_differentiable
@@ -75,19 +90,21 @@ class _LinearSideBySide(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad_BO, x_BI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         d_bias = dx = turns = None
-        if ctx.needs_input_grad[4] or ctx.cut_bias is not None:
+        if ctx.needs_input_grad[5] or ctx.cut_bias is not None:
             d_bias = grad_BO.sum(0)
         if unit.trained:
             # The first slice's part before the product for the input: its owner's neighbour is waiting for it.
-            turns = OrderedAdds(unit, _product(unit, grad_BO, _as(x_BI, grad.dtype)))
-        if ctx.needs_input_grad[3]:
+            factors = grad_BO, _as(x_BI, grad.dtype)
+            turns = OrderedAdds(unit, _product(unit, *(reversed(factors) if ctx.transposed else factors)))
+        if ctx.needs_input_grad[4]:
             # Not a view of a product: where layers share an input, autograd adds to the first one's in place.
-            dx = _as(torch.matmul(grad_BO.view(grad.shape), _as(_whole(unit), grad.dtype)), x.dtype)
+            matrix = _as(_matrix(unit, ctx.transposed), grad.dtype)
+            dx = _as(torch.matmul(grad_BO.view(grad.shape), matrix), x.dtype)
         if turns is not None:
             turns.go_on()
         if ctx.cut_bias is not None and ctx.cut_bias.trained:
             OrderedAdds(ctx.cut_bias, _part(d_bias)).go_on()
-        return None, None, None, dx, d_bias if ctx.needs_input_grad[4] else None
+        return None, None, None, None, dx, d_bias if ctx.needs_input_grad[5] else None
 
 
 class _EmbeddingSideBySide(torch.autograd.Function):
@@ -112,22 +129,22 @@ class _EmbeddingSideBySide(torch.autograd.Function):
         return None, None, None, None
 
 
-def _product(unit: RotatingUnit, grad_BO: Tensor, x_BI: Tensor) -> AddToSlice:
-    """Adds `grad.T @ x` of a slice, straight into its place."""
-    along_output = unit.slices.weights[0].cut.dim == 0  # type: ignore[union-attr]
-    grad_OB = grad_BO.t()
+def _product(unit: RotatingUnit, left_BM: Tensor, right_BN: Tensor) -> AddToSlice:
+    """Adds a slice's part of `left.T @ right`, straight into its place."""
+    cut_rows = unit.slices.weights[0].cut.dim == 0  # type: ignore[union-attr]
+    left_MB = left_BM.t()
 
     def add(gradient: Tensor, fresh: bool, part: Range) -> None:
-        grad, x = grad_OB, x_BI
-        if along_output:
-            grad = grad.narrow(0, part.start, part.length)
+        left, right = left_MB, right_BN
+        if cut_rows:
+            left = left.narrow(0, part.start, part.length)
         else:
-            x = x.narrow(1, part.start, part.length)
-        if gradient.dtype != grad.dtype:
-            _part_of(gradient, fresh, torch.mm(grad, x))
+            right = right.narrow(1, part.start, part.length)
+        if gradient.dtype != left.dtype:
+            _part_of(gradient, fresh, torch.mm(left, right))
         else:
             # beta=0 overwrites: the owner need not zero its gradients before a step.
-            gradient.addmm_(grad, x, beta=0 if fresh else 1)
+            gradient.addmm_(left, right, beta=0 if fresh else 1)
 
     return add
 

@@ -48,6 +48,10 @@ class WeightUse(ABC):
         """`F.linear(x, weight, bias)`; a bias may be a proxy, too."""
         return None
 
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """`x @ weight` plus a bias, which may be a proxy: a linear layer whose weight lies `[inputs, outputs]`."""
+        return None
+
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
         """Rows of the weight for int64 `ids`; `padding_idx`, not negative, gets no gradient."""
         return None
@@ -107,6 +111,8 @@ class WeightProxy(TensorProxy):
             output = _embedding(*args, **kwargs)
         elif func in CONVOLUTIONS:
             output = _convolution(func, *args, **kwargs)
+        elif (found := as_linear(func, args, kwargs, is_matrix=_is_matrix)) is not None:
+            output = _product(*found)
         return _on_whole_weights(func, args, kwargs) if output is None else output
 
 
@@ -121,6 +127,15 @@ def use_of(tensor: Tensor | None) -> WeightUse | None:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     use = use_of(weight)  # None if only the bias is cut
     return None if use is None else use.linear(input, bias)
+
+
+def _product(input: Tensor, matrix: WeightProxy, bias: Tensor | None) -> Tensor | None:
+    # An input that is cut itself has no product by slices: then whole weights are multiplied.
+    return None if isinstance(input, TensorProxy) else matrix.use.product(input, bias)
+
+
+def _is_matrix(argument: Any) -> bool:
+    return isinstance(argument, WeightProxy) and argument.dim() == 2
 
 
 def _embedding(
@@ -203,12 +218,17 @@ class Transposed(TensorProxy):
     @classmethod
     def answer(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Multiplies as a linear layer does; other functions get the transpose of the whole weight, or are refused."""
-        found = as_linear(func, args, kwargs, is_transposed=lambda x: isinstance(x, Transposed))
-        # An input that is cut itself has no product by slices: then whole weights are multiplied.
-        if found is not None and not isinstance(found[0], TensorProxy):
+        found = as_linear(func, args, kwargs, is_matrix=lambda x: isinstance(x, Transposed))
+        if found is not None and not isinstance(found[0], TensorProxy):  # see `_product`
             input, matrix, bias = found
             return F.linear(input, matrix.of, bias)
+        if func is F.linear and (output := _linear_transposed(*args, **kwargs)) is not None:
+            return output
         leaves, tree = tree_flatten((args, kwargs))
         given = [WeightProxy.answer(Tensor.t, (x.of,), {}) if isinstance(x, Transposed) else x for x in leaves]
         args, kwargs = tree_unflatten(given, tree)
         return func(*args, **kwargs)
+
+
+def _linear_transposed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    return _product(input, weight.of, bias) if isinstance(weight, Transposed) else None

@@ -158,7 +158,7 @@ class _Watch(TorchFunctionMode):
             return self._transpose(args[0], func(*args))
         if not _only_asks(func):
             given = [leaf for leaf in tree_flatten((args, kwargs))[0] if self._is_known(leaf)]
-            found = as_linear(func, args, kwargs, is_transposed=lambda leaf: id(leaf) in self._transposes)
+            found = as_linear(func, args, kwargs, is_matrix=lambda leaf: id(leaf) in self._transposes)
             for leaf in {id(leaf): leaf for leaf in given}.values():
                 call = _Call(func, found is not None) if func not in _PRODUCTS else _Call(func, True)
                 if call.is_product:
