@@ -122,6 +122,9 @@ class Ring(ABC):
     gives_whole: bool = False
     """True if an item's slices lie side by side where every rank can read them (`whole_weights`)."""
 
+    takes_parts: bool = False
+    """True if slices of tables come in parts, items of their own that lie side by side at home."""
+
     num_hosts: int | None = None
     """Number of hosts, where the transport goes by them."""
 

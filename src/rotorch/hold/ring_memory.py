@@ -29,15 +29,19 @@ class RingMemory(Memory):
         super().__init__()
         self._ring = ring
         self._trained = [unit for unit in units if unit.trained]
-        self._units = {unit.item: [weight.name for weight in unit.unit.weights] for unit in self._trained}
+        self._units = {
+            item: [weight.name for weight in unit.unit.weights] for unit in self._trained for item in unit.items
+        }
         self._slices: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._adds_up = False
         """True if this step adds to gradients of earlier steps."""
         for unit in units:
             names = [weight.name for weight in unit.unit.weights]
-            slices = unit.slices.home.views(ring.home_weights(unit.item), index=ring.position)
-            gradients = unit.slices.home.views(ring.home_gradients(unit.item), index=ring.position)
+            homes = (
+                _in_one([memory(item) for item in unit.items]) for memory in (ring.home_weights, ring.home_gradients)
+            )
+            slices, gradients = (unit.slices.home.views(home, index=ring.position) for home in homes)
             self._slices |= zip(names, slices, strict=True)
             self._gradients |= zip(names, gradients, strict=True)
 
@@ -121,3 +125,9 @@ class RingMemory(Memory):
         else:  # without the buffers of frozen units, which hold nothing
             home = [self._ring.home_gradients(item) for item in self._units]
         return [*home, *(grad for grad in whole if grad is not None)]
+
+
+def _in_one(parts: Sequence[Tensor]) -> Tensor:
+    """The memory of parts that lie side by side, as one tensor."""
+    first, numel = parts[0], sum(part.numel() for part in parts)
+    return first if len(parts) == 1 else first.as_strided((numel,), (1,))

@@ -34,10 +34,10 @@ def _gather(unit: RotatingUnit) -> list[Tensor]:
         return [unit.whole.data]  # not the tensor that all passes share: this one gets a graph of its own
     home = unit.ring.home_weights(unit.item)
     whole = [home.new_empty(weight.shape, dtype=unit.dtype) for weight in unit.slices.weights]
-    for visit in unit.visits(backward=False):
-        for weight, part, target in zip(unit.slices.weights, unit.weights(visit), whole, strict=True):
-            for chunk in unit.slices.chunks(weight, index=visit.index):
-                chunk.of_whole(target).copy_(chunk.of_local(part.detach()))
+    for part, visit in unit.visits_of_parts(backward=False):
+        for weight, values, target in zip(unit.slices.weights, part.weights(visit), whole, strict=True):
+            for chunk in part.slices.chunks(weight, index=visit.index):
+                chunk.of_whole(target).copy_(chunk.of_local(values.detach()))
     return whole
 
 
@@ -55,8 +55,8 @@ class _GatherWeights(torch.autograd.Function):
             OrderedAdds(unit, lambda gradient, fresh, part: _add(unit, gradient, fresh, part, grads[0])).go_on()
             return None, None
         # Gradients only: autograd has the whole weight, so no slice needs to come again.
-        for visit in unit.visits(backward=True, fetch=False):
-            _add_slice(unit, visit, grads)
+        for part, visit in unit.visits_of_parts(backward=True, fetch=False):
+            _add_slice(part, visit, grads)
         return None, None
 
 

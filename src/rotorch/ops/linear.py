@@ -49,9 +49,9 @@ def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> T
     y = x_BI.new_empty(*x.shape[:-1], unit.slices.weights[0].shape[1 if _lies_transposed(unit) else 0])
     y_BO = y.view(-1, y.shape[-1])
     with torch.autocast(x.device.type, enabled=False):  # inputs have its dtype already; it would cache each slice
-        for visit in unit.visits(backward=False):
-            weight, *bias = (w.detach().to(dtype) for w in unit.weights(visit))
-            rows = slice_rows(unit, visit.index)
+        for part, visit in unit.visits_of_parts(backward=False):
+            weight, *bias = (w.detach().to(dtype) for w in part.weights(visit))
+            rows = slice_rows(part, visit.index)
             columns = y_BO[:, rows.start : rows.stop]
             # Straight into its columns: slices' outputs need no concatenation.
             torch.mm(x_BI, _in_rows(unit, weight).t(), out=columns)
@@ -77,12 +77,12 @@ class _RotateLinear(torch.autograd.Function):
         x_BI = x.reshape(-1, x.shape[-1]).to(dtype)
         grad_BO = grad.reshape(-1, grad.shape[-1]).to(dtype)
         dx_BI = torch.zeros_like(x_BI)
-        for visit in unit.visits(backward=True):
-            rows = slice_rows(unit, visit.index)
-            part_BR = grad_BO[:, rows.start : rows.stop]
+        for part, visit in unit.visits_of_parts(backward=True):
+            rows = slice_rows(part, visit.index)
+            grad_BR = grad_BO[:, rows.start : rows.stop]
             # Before the gradient, which may have to wait for other ranks: this product hides that.
-            dx_BI.addmm_(part_BR, _in_rows(unit, unit.weights(visit)[0].detach().to(dtype)))
-            add_linear_gradient(unit, visit, part_BR, x_BI)
+            dx_BI.addmm_(grad_BR, _in_rows(part, part.weights(visit)[0].detach().to(dtype)))
+            add_linear_gradient(part, visit, grad_BR, x_BI)
         return None, None, dx_BI.view_as(x).to(x.dtype)
 
 
@@ -131,8 +131,8 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     check_ids(ids, num_rows=num_rows, of=f"{unit.slices.weights[0].name!r}: token")
     y = home.new_zeros(*ids.shape, width, dtype=unit.dtype)  # see _linear_forward
     y_BD = y.view(-1, width)
-    for visit in unit.visits(backward=False):
-        look_up_into(y_BD, ids_B, unit.weights(visit)[0].detach(), rows=slice_rows(unit, visit.index))
+    for part, visit in unit.visits_of_parts(backward=False):
+        look_up_into(y_BD, ids_B, part.weights(visit)[0].detach(), rows=slice_rows(part, visit.index))
     return y
 
 
@@ -149,9 +149,9 @@ class _RotateEmbedding(torch.autograd.Function):
         unit: RotatingUnit = ctx.unit
         ids_B = ctx.saved_tensors[0].reshape(-1)
         grad_BD = without_padding(grad.reshape(-1, grad.shape[-1]), ids_B, padding_idx=ctx.padding_idx)
-        for visit in unit.visits(backward=True, fetch=False):  # the gradient of a lookup needs no weights
+        for part, visit in unit.visits_of_parts(backward=True, fetch=False):  # a lookup's gradient needs no weights
             if unit.trained:
-                receiver = SliceGradient(unit, visit, wait=True)
-                receiver.add_rows(0, ids_B, grad_BD, rows=slice_rows(unit, visit.index))
+                receiver = SliceGradient(part, visit, wait=True)
+                receiver.add_rows(0, ids_B, grad_BD, rows=slice_rows(part, visit.index))
                 receiver.pass_on()
         return None, None, None, None

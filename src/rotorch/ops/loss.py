@@ -126,12 +126,12 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         dtype = AutocastState.now(hidden_BD.device.type).dtype_for(hidden_BD)
         x_BD = hidden_BD.detach().to(dtype)
         seen = _SeenLogits()
-        last: tuple[int, Tensor, Tensor | None] | None = None
+        last: tuple[tuple[int, int], Tensor, Tensor | None] | None = None
         with torch.autocast(x_BD.device.type, enabled=False):
-            for visit in unit.visits(backward=False):
+            for part, visit in unit.visits_of_parts(backward=False):
                 last = None
-                raw_BR = _slice_logits(_weights(unit, visit, dtype), x_BD)
-                inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
+                raw_BR = _slice_logits(_weights(part, visit, dtype), x_BD)
+                inside, local = ids_in_slice(target_B, slice_rows(part, visit.index))
                 logits_BR = replay(raw_BR, chain)
                 picked_B = pick(logits_BR, local)
                 if chain:
@@ -139,7 +139,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 else:
                     part_B, largest_B = _exponentiate(raw_BR)
                 seen.add(part_B, inside=inside, picked_B=picked_B)
-                last = visit.index, raw_BR, largest_B
+                last = (part.item, visit.index), raw_BR, largest_B
                 # Only `last` refers to them now, which the next visit clears before it makes its own.
                 del raw_BR, logits_BR
         valid_B, lse_B, picked_B = target_B != ignore_index, seen.lse_B, seen.picked_B
@@ -158,11 +158,11 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         x_BD = hidden_BD.detach().to(ctx.dtype)
         scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
         dx_BD = torch.zeros_like(x_BD)
-        for visit in unit.visits(backward=True):
-            inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
-            weights = _weights(unit, visit, ctx.dtype)
+        for part, visit in unit.visits_of_parts(backward=True):
+            inside, local = ids_in_slice(target_B, slice_rows(part, visit.index))
+            weights = _weights(part, visit, ctx.dtype)
             # Backward begins with the slice that forward ended with: its logits are still here.
-            if ctx.last is not None and ctx.last[0] == visit.index:
+            if ctx.last is not None and ctx.last[0] == (part.item, visit.index):
                 (_, raw_BR, largest_B), ctx.last = ctx.last, None
             else:
                 raw_BR, largest_B = _slice_logits(weights, x_BD), None
@@ -176,7 +176,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             del raw_BR
             dx_BD.addcmul_(torch.mm(d_raw_BR, weights[0]), factor_B1)
             scaled_x_BD, scale_B = (x_BD * factor_B1).to(ctx.dtype), factor_B1.squeeze(1).to(ctx.dtype)
-            add_linear_gradient(unit, visit, d_raw_BR, scaled_x_BD, row_scale_B=scale_B)
+            add_linear_gradient(part, visit, d_raw_BR, scaled_x_BD, row_scale_B=scale_B)
         return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
 
 
@@ -209,11 +209,11 @@ class _KeptCrossEntropy(torch.autograd.Function):
         x_BD = hidden_BD.detach().to(dtype)
         others, dx = _SeenLogits(), _RunningSum()
         target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[5] else None
-        kept: dict[int, _KeptSlice] = {}
+        kept: dict[tuple[int, int], _KeptSlice] = {}
         with torch.autocast(x_BD.device.type, enabled=False):
-            for visit in unit.visits(backward=False):
-                inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
-                weights = _weights(unit, visit, dtype)
+            for part, visit in unit.visits_of_parts(backward=False):
+                inside, local = ids_in_slice(target_B, slice_rows(part, visit.index))
+                weights = _weights(part, visit, dtype)
                 part_B, picked_B, kept_slice = _keep_slice(_slice_logits(weights, x_BD), chain, inside, local)
                 others.add(part_B, inside=inside, picked_B=picked_B)
                 if target_rows_BD is not None:
@@ -221,7 +221,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
                     rows_BD = (weights[0].index_select(0, local) * kept_slice.slopes_B.unsqueeze(1)).to(dtype)
                     torch.where(inside.unsqueeze(1), rows_BD, target_rows_BD, out=target_rows_BD)
                 if unit.trained:
-                    kept[visit.index] = kept_slice
+                    kept[part.item, visit.index] = kept_slice
                 # Before the next slice's logits are made, or two slices' would exist at once.
                 del weights, kept_slice
         valid_B, others_B, picked_B, dx_BD = target_B != ignore_index, others.lse_B, others.picked_B, None
@@ -257,19 +257,19 @@ class _KeptCrossEntropy(torch.autograd.Function):
                 f"kept by retain_graph=True. Add the losses and call backward once, or {unit.instead_of_visits}"
             )
         # Only gradients rotate: the logits are kept, and the hidden state's gradient was made in forward.
-        for visit in unit.visits(backward=True, fetch=False):
-            kept_slice: _KeptSlice = kept.pop(visit.index)
+        for part, visit in unit.visits_of_parts(backward=True, fetch=False):
+            kept_slice: _KeptSlice = kept.pop((part.item, visit.index))
             softmax_B, of_target_B = _softmax_factor(kept_slice.base_B, lse_B), share_B * kept_slice.slopes_B
             factor_B1, d_raw_BR = softmax_B.unsqueeze(1) * scale_B1, kept_slice.d_raw_BR
             # A slice's logits may stay until its turn comes; the next layer need not wait.
             if ctx.has_chain:  # of another precision, perhaps, in which only the whole product is a number
                 d_raw_BR.mul_(factor_B1)
                 put(d_raw_BR, kept_slice.local, of_target_B * scale_B1.squeeze(1), where=kept_slice.inside)
-                add_linear_gradient(unit, visit, d_raw_BR, x_BD, wait=False)
+                add_linear_gradient(part, visit, d_raw_BR, x_BD, wait=False)
             else:  # see [Note: passes over logits]
                 put(d_raw_BR, kept_slice.local, of_target_B / softmax_B, where=kept_slice.inside)
                 add_linear_gradient(
-                    unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False
+                    part, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False
                 )
 
 

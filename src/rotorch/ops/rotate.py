@@ -65,6 +65,7 @@ class RotatingUnit:
         leaves: the inputs that the graph of a slice begins with, while its forward runs.
         output_sum: sum of the slices' outputs, while their forward runs.
         input_sums: sums of their gradients, while the backward of a slice runs; None for inputs without gradients.
+        parts: units of its slices' parts, each an item of its own (`core/row_parts.py`); none if slices come whole.
         visiting: number of the slice that came last.
         reached: numbers of the weights that a backward of this rank's step has given a gradient.
     """
@@ -84,6 +85,7 @@ class RotatingUnit:
     leaves: Sequence[Tensor] = ()
     output_sum: OutputSum | None = None
     input_sums: Sequence[RunningSum | None] = ()
+    parts: tuple[RotatingUnit, ...] = ()
     visiting: int = 0
     reached: set[int] = field(default_factory=set)
     _views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -120,6 +122,18 @@ class RotatingUnit:
                 # Other ranks may wait for this one's turn or message, also for an empty slice.
                 self.ring.gradient(self.item, visit, wait=True)
                 self.ring.pass_on(self.item, visit)
+
+    @property
+    def items(self) -> tuple[int, ...]:
+        """Its items on the ring."""
+        return tuple(part.item for part in self.parts) or (self.item,)
+
+    def visits_of_parts(self, *, backward: bool, fetch: bool = True) -> Iterator[tuple[RotatingUnit, Visit]]:
+        """Yields the visits of all parts, each with the unit of its part; in backward the last part comes first."""
+        parts = self.parts or (self,)
+        for part in reversed(parts) if backward else parts:
+            for visit in part.visits(backward=backward, fetch=fetch):
+                yield part, visit
 
     @contextmanager
     def summing(self, leaves: Sequence[Tensor]) -> Iterator[OutputSum]:

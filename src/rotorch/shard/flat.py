@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rotorch.core.row_parts import RowParts
 from rotorch.core.spec import Range, Weight
 from rotorch.shard.sharded_weight import Chunk, cut_chunks
 
@@ -67,6 +68,10 @@ class FlatSlices:
         self._splits = [[math.prod(shape) for shape in shapes] for shapes in self.shapes]
         self.home = self if m == 1 else FlatSlices(weights, num_slices=num_slices, cut_first=cut_first)
 
+    def in_parts(self, parts: RowParts | None) -> list[FlatSlices]:
+        """Returns the parts of a table's slices, in the order in which they lie at home; [self] without `parts`."""
+        return [self] if parts is None else [_Part(self, parts, number) for number in range(parts.count)]
+
     def ranges(self, weight: Weight, *, index: int) -> tuple[Range, ...]:
         """Returns the ranges along its cut dim that visit `index` has of a weight, one per block of its cut."""
         if weight.cut is None:
@@ -118,6 +123,25 @@ class FlatSlices:
         if first:
             return flat.view(weight.shape[::-1]).t()
         return flat.view(weight.shape) if weight.cut is not None and weight.cut.dim == 0 else None
+
+
+class _Part(FlatSlices):
+    """Part `number` of every slice of a table."""
+
+    def __init__(self, whole: FlatSlices, parts: RowParts, number: int) -> None:
+        (weight,) = whole.weights
+        super().__init__(whole.weights, num_slices=whole.num_slices)
+        self._rows = [parts.of(whole.ranges(weight, index=k)[0])[number] for k in range(whole.num_slices)]
+        self.shapes = [[(rows.length, *weight.shape[1:])] for rows in self._rows]
+        self.numels = [math.prod(shape) for (shape,) in self.shapes]
+        self._splits = [[numel] for numel in self.numels]
+
+    def ranges(self, weight: Weight, *, index: int) -> tuple[Range, ...]:
+        return (self._rows[index],)
+
+    def chunks(self, weight: Weight, *, index: int) -> tuple[Chunk, ...]:
+        rows, rest = self._rows[index], weight.shape[1:]
+        return (Chunk((rows.start, *(0 for _ in rest)), (rows.length, *rest)),)
 
 
 def can_lie_side_by_side(weight: Weight) -> bool:

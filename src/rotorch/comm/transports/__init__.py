@@ -34,6 +34,7 @@ def make_ring(
     *,
     mesh: DeviceMesh,
     numels: Sequence[Sequence[int]],
+    numels_in_parts: Sequence[Sequence[int]] | None = None,
     numels_side_by_side: Sequence[Sequence[int]] | None = None,
     dtype: torch.dtype,
     device: torch.device,
@@ -52,6 +53,7 @@ def make_ring(
         transport: "auto", "shared_memory", "symmetric_memory", "hierarchical" or "send_receive". "auto" takes shared
             memory on CPU, of one host or of each, and symmetric memory on CUDA, if every rank can, and says why if not.
         numels: elements of each slice, `numels[item][index]`.
+        numels_in_parts: the same where slices of tables come in parts (`Ring.takes_parts`).
         numels_side_by_side: the same for a ring whose items can be read whole, if whole weights are wanted there.
         dtype: of all slices at home, and of gradients.
         device: where slices lie.
@@ -138,7 +140,7 @@ def make_ring(
         return HoppingRing(setup, wire=wire)
     if num_visits is not None and num_visits < mesh.size():
         return GroupedRing(setup, num_visits=num_visits, flat_chunks=flat_chunks, wire=wire, ahead=ahead)
-    return SendReceiveRing(setup, wire=wire, ahead=ahead)
+    return SendReceiveRing(replace(setup, numels=numels_in_parts or numels), wire=wire, ahead=ahead)
 
 
 def _over_hosts(

@@ -58,6 +58,8 @@ class SendReceiveRing(MessageRing):
         room: elements of a slot; by default those of the largest slice.
     """
 
+    takes_parts = True
+
     def __init__(self, setup: RingSetup, *, wire: Wire | None = None, ahead: int = 1, room: int | None = None) -> None:
         super().__init__(setup, wire=wire)
         dtype, device = setup.dtype, setup.device

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from rotorch.comm.ring import Ring
 from rotorch.comm.status_word import StatusWord
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
+from rotorch.core.row_parts import RowParts
 from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
@@ -178,10 +180,15 @@ class RTPModel(SimpleShardedModel, ShardedStages):
     def write_status_to(self, status: StatusWord) -> list[str]:
         super().write_status_to(status)
         self.ring.write_status_to(status, ranks=self._mesh.mesh.flatten().tolist())
-        return [rotating.unit.name for rotating in self.units]
+        return self._names
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        return observe_ring(self.ring, observer, names=[rotating.unit.name for rotating in self.units])
+        return observe_ring(self.ring, observer, names=self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        """Names of the ring's items."""
+        return [rotating.unit.name for rotating in self.units for _ in rotating.items]
 
     def close(self) -> None:
         self.ring.close()
@@ -202,6 +209,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
     slices = [
         FlatSlices(u.weights, num_slices=size, num_visits=strategy.num_visits, cut_first=grouped) for u in visiting
     ]
+    in_parts = [s.in_parts(u.note(RowParts)) for u, s in zip(visiting, slices, strict=True)]
     side_by_side = [FlatSlices(u.weights, num_slices=size, side_by_side=True) for u in in_place]
     wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
     # Of another precision they would be converted whole, at each use; a graph gives gradients of all its weights.
@@ -211,6 +219,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
         strategy.transport,
         mesh=setup.mesh,
         numels=[s.home.numels for s in slices],
+        numels_in_parts=[part.numels for parts in in_parts for part in parts],
         numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
         dtype=_one_dtype(visiting, parameters),
         device=setup.device,
@@ -223,8 +232,10 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
         flat_chunks=[list(map(s.flat_chunks, range(size))) for s in slices] if grouped else (),
     )
     found = zip(in_place, side_by_side, strict=True) if ring.gives_whole else zip(visiting, slices, strict=True)
-    return ring, [
-        RotatingUnit(
+    items = count()
+
+    def rotating(unit: Unit, flat: FlatSlices, *, item: int) -> RotatingUnit:
+        return RotatingUnit(
             unit,
             ring,
             item,
@@ -235,8 +246,19 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
             keep_attention=strategy.recompute == "all_but_attention",
             may_lie_whole=reads_whole and setup.device.type == "cpu" and _lies_whole(unit, setup.sites, heads),
         )
-        for item, (unit, flat) in enumerate(found)
-    ]
+
+    units = []
+    for unit, flat in found:
+        parts = flat.in_parts(unit.note(RowParts)) if ring.takes_parts else [flat]
+        made = [rotating(unit, part, item=next(items)) for part in parts]
+        if len(made) == 1:
+            units += made
+            continue
+        whole = rotating(unit, flat, item=made[0].item)
+        # A use of any part is one of the weight, and autograd knows the weight by one anchor.
+        whole.parts = tuple(replace(part, reached=whole.reached, anchor=whole.anchor) for part in made)
+        units.append(whole)
+    return ring, units
 
 
 def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> torch.dtype:

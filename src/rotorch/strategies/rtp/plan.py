@@ -74,6 +74,7 @@ from pydantic import Field, PositiveInt, model_validator
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks, sum_slots
+from rotorch.core.row_parts import num_parts, part_bytes, with_row_parts
 from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
@@ -170,25 +171,33 @@ class RTP(OneAxis):
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         held = (with_whole_experts(spec) if self.experts == "whole" else spec).with_inside_cut()
         if self.memory is None:
-            return held
+            return with_row_parts(held, num_slices=self.size) if self._visit_in_parts else held
         # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
         transport = "send_receive" if self.transport == "auto" else self.transport
         in_parts = self.model_copy(update={"memory": None, "transport": transport})
         chosen = with_whole_units(held, strategy=in_parts, axis="rtp", memory=self.memory)
-        return replace(chosen, units=tuple(_uncut(unit) if is_whole(unit) else unit for unit in chosen.units))
+        made = replace(chosen, units=tuple(_uncut(unit) if is_whole(unit) else unit for unit in chosen.units))
+        return with_row_parts(made, num_slices=self.size) if self._visit_in_parts else made
+
+    @property
+    def _visit_in_parts(self) -> bool:
+        """True if tables may visit in parts: where each slice has a slot of its own, and only there."""
+        by_messages = self.transport in ("auto", "send_receive") and self.buffering == "out_of_place"
+        return by_messages and self.num_visits == self.size > 1
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
         if unit.kind is UnitKind.REPLICATED:
             return whole_layout(unit, axis="rtp", size=n)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
-        home, largest = slices[position], max(slices)
+        parts = part_bytes(unit, slices, num_slices=n) if self._visit_in_parts else [[s] for s in slices]
+        home, largest = slices[position], max(map(max, parts))
         # The ring's memory is in one piece: borrowed weights and their gradients keep a permanent slot.
         kept = 2 * home if in_stage(unit).borrowed else 0
         slots = self._slots_bytes(largest, itemsize=unit.weights[0].itemsize)
         if self.transport == "shared_memory" or n == 1:
             return Layout(resident_bytes=home, transient_bytes=slots, slots_bytes=slots, padding_bytes=kept)
-        messages = [self._message_bytes(s, itemsize=unit.weights[0].itemsize) for s in slices]
+        messages = [sum(self._message_bytes(p, itemsize=unit.weights[0].itemsize) for p in each) for each in parts]
         copies = self._copies_travel(unit.weights[0].itemsize)
         in_forward, in_backward = self._weights_sent(unit, messages, position=position, copies=copies)
         num_hops = unit.uses if unit.trained_bytes else 0  # of gradients; frozen units are frozen whole
@@ -206,7 +215,7 @@ class RTP(OneAxis):
         else:
             own = self._num_flat_chunks(unit, position)
             numbers = ((n - 1) * own * unit.uses, (n - 1) * own * self._reads_in_backward(unit))
-            hops = n - 1
+            hops = (n - 1) * self._num_parts(unit)
             if (m := n // self.num_visits) > 1:
                 first = position // m * m
                 neighbours = sum(self._num_flat_chunks(unit, k) for k in range(first, first + m) if k != position)
@@ -269,9 +278,9 @@ class RTP(OneAxis):
         return m * (at_once * message + (2 * largest if travels else 0)) + unpacked + to_send
 
     def _num_flat_chunks(self, unit: Unit, index: int) -> int:
-        """Messages that carry a slice: one, or one per block of each weight where slices lie side by side."""
+        """Messages that carry a slice: one per part, or one per block of each weight where slices lie side by side."""
         if self.num_visits == self.size:
-            return 1
+            return self._num_parts(unit)
         found = (
             r
             for w in unit.weights
@@ -279,6 +288,9 @@ class RTP(OneAxis):
             for r in w.cut.ranges(w.shape[w.cut.dim], num_slices=self.size, index=index)
         )
         return sum(r.length > 0 for r in found)
+
+    def _num_parts(self, unit: Unit) -> int:
+        return num_parts(unit) if self._visit_in_parts else 1
 
     def _reads_in_backward(self, unit: Unit) -> int:
         """Number of times that backward needs the unit's slices: 0 for a head with kept logits (see `ops/loss.py`)."""
