@@ -111,6 +111,10 @@ class Strategy(BaseModel, ABC):
         """Bytes of a unit on the rank at `position`, around a strategy whose ranks hold `unit` (see `held`)."""
         return self.layout(unit, position=position)
 
+    def num_parts(self, unit: Unit) -> int:
+        """Parts in which each slice of a unit visits, if slices do."""
+        return 1
+
     def keeps_copies(self, unit: Unit) -> bool:
         """True if copies of a unit's weights that passes compute with (`Weight.copy_itemsize`) stay from step to step.
 

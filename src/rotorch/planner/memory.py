@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from rotorch.core.row_parts import num_parts
 from rotorch.core.spec import Unit, Weight
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
@@ -502,7 +501,7 @@ class _Passes:
             half = 3 * one * self.batch.itemsize / self.batch.loss_itemsize
             at_once = one + half if self.batch.itemsize < self.batch.loss_itemsize else 2 * one
             return {
-                "logits": one / self.cuts.interior if keeps else at_once / self.slices / num_parts(head),
+                "logits": one / self.cuts.interior if keeps else at_once / self.slices / ring.num_parts(head),
                 "temporaries": given * (4 if keeps else 2),
             }
         cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream

@@ -22,6 +22,8 @@ Cost (unit of P bytes, n ranks)
                symmetric memory a third buffer for gradients, the inbox. `buffering=in_place`, over messages: slices
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
                of a few MiB at most; uneven slices need room for the largest one in every home. `ahead=2`: a third slot.
+               Over messages out of place a slice of an embedding or a head that is larger than two of a layer visits in
+               parts no larger than one of these, so slots are as large as a layer's slices.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
                unless logits become real: for another loss than a plain cross-entropy, or a bias that is whole.
@@ -181,7 +183,7 @@ class RTP(OneAxis):
 
     @property
     def _visit_in_parts(self) -> bool:
-        """True if tables may visit in parts: where each slice has a slot of its own, and only there."""
+        """True if tables visit in parts where slices are messages, each in a slot of its own."""
         by_messages = self.transport in ("auto", "send_receive") and self.buffering == "out_of_place"
         return by_messages and self.num_visits == self.size > 1
 
@@ -190,7 +192,7 @@ class RTP(OneAxis):
         if unit.kind is UnitKind.REPLICATED:
             return whole_layout(unit, axis="rtp", size=n)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
-        parts = part_bytes(unit, slices, num_slices=n) if self._visit_in_parts else [[s] for s in slices]
+        parts = part_bytes(unit, slices, num_slices=n) if self.num_parts(unit) > 1 else [[s] for s in slices]
         home, largest = slices[position], max(map(max, parts))
         # The ring's memory is in one piece: borrowed weights and their gradients keep a permanent slot.
         kept = 2 * home if in_stage(unit).borrowed else 0
@@ -215,7 +217,7 @@ class RTP(OneAxis):
         else:
             own = self._num_flat_chunks(unit, position)
             numbers = ((n - 1) * own * unit.uses, (n - 1) * own * self._reads_in_backward(unit))
-            hops = (n - 1) * self._num_parts(unit)
+            hops = (n - 1) * self.num_parts(unit)
             if (m := n // self.num_visits) > 1:
                 first = position // m * m
                 neighbours = sum(self._num_flat_chunks(unit, k) for k in range(first, first + m) if k != position)
@@ -280,7 +282,7 @@ class RTP(OneAxis):
     def _num_flat_chunks(self, unit: Unit, index: int) -> int:
         """Messages that carry a slice: one per part, or one per block of each weight where slices lie side by side."""
         if self.num_visits == self.size:
-            return self._num_parts(unit)
+            return self.num_parts(unit)
         found = (
             r
             for w in unit.weights
@@ -289,8 +291,9 @@ class RTP(OneAxis):
         )
         return sum(r.length > 0 for r in found)
 
-    def _num_parts(self, unit: Unit) -> int:
-        return num_parts(unit) if self._visit_in_parts else 1
+    def num_parts(self, unit: Unit) -> int:
+        """Parts in which a slice is known to visit: "auto" may come to a transport that has none."""
+        return num_parts(unit) if self._visit_in_parts and self.transport == "send_receive" else 1
 
     def _reads_in_backward(self, unit: Unit) -> int:
         """Number of times that backward needs the unit's slices: 0 for a head with kept logits (see `ops/loss.py`)."""
