@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks") / "results"
 NONE = "-"
+OUT_OF_PLACE, IN_PLACE = "rtp=8[transport=send_receive]", "rtp=8[transport=send_receive,buffering=in_place]"
 ALIKE = 0.05
 """Ratios closer to 1 than this say "as fast": the machine tells no smaller ones apart."""
 
@@ -146,12 +147,86 @@ def steps_at_scale(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped([origin_of(record)])]
 
 
+PUBLISHED_GB = {
+    "GPT-2 355M": {"ddp=8": 46.3, "fsdp, one unit": 26.1, OUT_OF_PLACE: 5.9, IN_PLACE: 5.8},
+    "GPT-2 774M": {"ddp=8": 75.4, "fsdp, one unit": 42.5, OUT_OF_PLACE: 11.3, IN_PLACE: 11.2},
+    "GPT-2 1.5B": {OUT_OF_PLACE: 29.1, IN_PLACE: 28.6},
+}
+"""RTP's own peaks on 8 A100 (arXiv 2311.01635); what is missing did not fit. Its batch is not known here."""
+FOUR = 4
+"""Sequences of a rank that all models were measured with."""
+
+
+def rtp_peaks(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: the highest moment of a step, by model and layout."""
+    record = read("papers/rtp.json")
+    names = list(dict.fromkeys(row["parallel"] for row in record["peaks"]))
+    lines = table_head("model", "sequences", "ideal", *(f"`{name}`" for name in names), "ideal / rtp")
+    for model, rows in dict.fromkeys((row["model"], row["rows"]) for row in record["peaks"]):
+        found = {row["parallel"]: row for row in record["peaks"] if (row["model"], row["rows"]) == (model, rows)}
+        peaks = [gigabytes(found[name]["peak_bytes"]) for name in names]
+        cells = [gigabytes(found[OUT_OF_PLACE]["ideal_bytes"]), *peaks, two_digits(found[OUT_OF_PLACE]["of_ideal"])]
+        lines.append(f"| {model}, {found[OUT_OF_PLACE]['tokens']} tokens | {rows} | {' | '.join(cells)} |")
+    return lines
+
+
+def rtp_ratios(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: how many times what a rank of rtp holds the authors' baselines hold, published and here."""
+    record = read("papers/rtp.json")
+    lines = table_head("model", "DDP / rtp, published", "here", "FSDP as one unit / rtp, published", "here")
+    for model, published in PUBLISHED_GB.items():
+        rows = (row for row in record["peaks"] if (row["model"], row["rows"]) == (model, FOUR))
+        here = {row["parallel"]: row["peak_bytes"] for row in rows}
+        cells = [
+            two_digits(divided(peaks.get(name), peaks[OUT_OF_PLACE]))
+            for name in ("ddp=8", "fsdp, one unit")
+            for peaks in (published, here)
+        ]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return lines
+
+
+def rtp_shares(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: a rank's peak beside its share of one process's, with as much computed again."""
+    again = {"none": "nothing", "blocks": "every block"}
+    lines = table_head("computed again", "layout", "peak", "share of one process", "share / peak")
+    for row in read("papers/rtp.json")["shares"]:
+        cells = [f"`{row['parallel']}`", *map(mebibytes, (row["peak_bytes"], row["ideal_bytes"]))]
+        lines.append(f"| {again[row['again']]} | {' | '.join(cells)} | {two_digits(row['of_ideal'])} |")
+    return lines
+
+
+def rtp_capacity(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: the largest model within a rank's memory, by ranks."""
+    lines = table_head("ranks", "layers", "parameters", "peak", "with one layer more", "times one process")
+    for row in read("papers/rtp.json")["capacity"]:
+        peaks = map(gigabytes, (row["peak_bytes"], row["peak_bytes_one_layer_more"]))
+        times = two_digits(row["times_one_process"])
+        parameters = f"{row['parameters'] / 1e9:.2f} billion"
+        lines.append(f"| {row['ranks']} | {row['layers']} | {parameters} | {' | '.join(peaks)} | {times} |")
+    return lines
+
+
+def rtp_building(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: memory that building takes, and where all figures of the section are from."""
+    record = read("papers/rtp.json")
+    lines = table_head("a rank's part of GPT-2 355M", "held in the end", "most while building")
+    for row in record["building"]:
+        lines.append(f"| {row['way']} | {mebibytes(row['held_bytes'])} | {mebibytes(row['peak_bytes'])} |")
+    return [*lines, "", *wrapped([origin_of(record, "All of this")])]
+
+
 PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {
     "speed": (Path("README.md"), speed),
     "grids": (Path("docs") / "grids.md", grids),
     "pipelines": (Path("docs") / "pipelines.md", pipelines),
     "layouts at scale": (Path("docs") / "scale.md", layouts_at_scale),
     "steps at scale": (Path("docs") / "scale.md", steps_at_scale),
+    "rtp peaks": (Path("docs") / "papers.md", rtp_peaks),
+    "rtp ratios": (Path("docs") / "papers.md", rtp_ratios),
+    "rtp shares": (Path("docs") / "papers.md", rtp_shares),
+    "rtp capacity": (Path("docs") / "papers.md", rtp_capacity),
+    "rtp building": (Path("docs") / "papers.md", rtp_building),
 }
 
 
@@ -208,6 +283,11 @@ def two_digits(value: float | None) -> str:
 def mebibytes(value: float | None) -> str:
     """Bytes as a cell."""
     return NONE if value is None else f"{value / 2**20:,.{0 if value >= 100 * 2**20 else 1}f} MiB"
+
+
+def gigabytes(value: float) -> str:
+    """Bytes as a cell, in the unit of the papers."""
+    return f"{value / 1e9:,.2f} GB"
 
 
 def wrapped(sentences: Iterable[str], *, width: int = 120) -> list[str]:

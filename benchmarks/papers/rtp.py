@@ -10,8 +10,9 @@ memory here, and bytes do not depend on the machine. The rank is the first, whic
     peaks      GPT-2 355M to 1.5B and BERT-large on 8 ranks, four sequences a rank (the smallest 1 to 16): the highest
                moment of a step. "ideal" is an eighth of what one process holds with the sequences of all ranks
     shares     the same of a Llama on 2, 4 and 8 ranks with as much computed again on one process as on a rank
-    capacity   the most layers of GPT-2 XL's width that fit into a rank's memory on 1, 2, 4 and 8 ranks; that depth and
-               the next one are both run
+    capacity   the most layers of GPT-2 355M's width that fit into the memory of one process and of each of 8 ranks, one
+               sequence of 128 tokens each, as in the authors' public benchmark; blocks are computed again. That depth
+               and the next one are both run
     building   resident memory that a process takes until its part of the model is there, beside that of a process that
                builds the whole model and cuts it
 
@@ -58,7 +59,7 @@ from rotorch.testing.operations import WithoutArithmetic  # noqa: E402
 
 OUT = HERE.parents[1] / "benchmarks" / "results" / "papers" / "rtp.json"
 RANKS = 8
-BATCHES, ONE_BATCH = (1, 2, 4, 8, 16), 4
+BATCHES, ONE_BATCH = (1, 4, 16), 4
 """Sequences of a rank: of the smallest model, and of the others."""
 ONE_UNIT = "fsdp, one unit"
 MESSAGES, IN_PLACE = "transport=send_receive", "transport=send_receive,buffering=in_place"
@@ -120,8 +121,8 @@ LLAMA_TOKENS = 256
 SHARES = {"none": ("single", "none"), "blocks": ("single[recompute=block]", "slice")}
 """What is computed again: on one process, and under rtp."""
 
-XL = gpt2(width=1600, layers=0, heads=25)
-CAPACITY_BYTES, CAPACITY_RANKS = 16 << 30, (1, 2, 4, 8)
+WIDE, WIDE_TOKENS = gpt2(width=1024, layers=0, heads=16), 128
+CAPACITY_BYTES = 4 << 30
 DEPTHS = (4, 8)
 """Two depths, from which the number of layers that will fit is guessed."""
 
@@ -192,7 +193,7 @@ def peaks() -> Iterator[dict[str, Any]]:
 def shares() -> Iterator[dict[str, Any]]:
     """Rows of the Llama: with nothing computed again, and with all blocks."""
     for again, (alone, recompute) in SHARES.items():
-        for ranks in CAPACITY_RANKS[1:]:
+        for ranks in (2, 4, 8):
             whole = peak(LLAMA, alone, rows=ranks, tokens=LLAMA_TOKENS, ranks=1)["peak_bytes"]
             for transport in (MESSAGES, IN_PLACE):
                 parallel = f"rtp={ranks}[recompute={recompute},{transport}]"
@@ -213,14 +214,14 @@ def shares() -> Iterator[dict[str, Any]]:
 def capacity() -> Iterator[dict[str, Any]]:
     """The most layers that fit, by ranks; the first row is one process."""
     alone = 0
-    for ranks in CAPACITY_RANKS:
-        parallel = "single" if ranks == 1 else f"rtp={ranks}[{MESSAGES}]"
+    for ranks, parallel in ((1, SHARES["blocks"][0]), (RANKS, f"rtp={RANKS}[recompute=slice,{MESSAGES}]")):
 
         def at(layers: int, parallel: str = parallel, ranks: int = ranks) -> int:
-            return peak({**XL, "n_layer": layers}, parallel, rows=1, tokens=1024, ranks=ranks)["peak_bytes"]
+            model = {**WIDE, "n_layer": layers}
+            return peak(model, parallel, rows=1, tokens=WIDE_TOKENS, ranks=ranks)["peak_bytes"]
 
         layers, bytes_there, bytes_behind = most_layers(at, limit=CAPACITY_BYTES)
-        parameters = causal_lm_parameters({**XL, "n_layer": layers})
+        parameters = causal_lm_parameters({**WIDE, "n_layer": layers})
         alone = alone or parameters
         yield {
             "ranks": ranks,
