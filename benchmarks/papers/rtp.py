@@ -7,7 +7,7 @@ One rank is real, the others are faked, and nothing is computed (`rotorch.testin
 with AdamW is made, counted by `rotorch.bench.tensor_memory`, and never written. So GPT-2 XL on eight ranks takes no
 memory here, and bytes do not depend on the machine. The rank is the first, which holds most where a cut is uneven.
 
-    peaks      GPT-2 355M to 1.5B and BERT-large on 8 ranks, four sequences a rank (the smallest 1 to 16): the highest
+    peaks      GPT-2 355M to 1.5B and BERT-large on 8 ranks, four sequences a rank (the smallest 1 to 8): the highest
                moment of a step. "ideal" is an eighth of what one process holds with the sequences of all ranks
     shares     the same of a Llama on 2, 4 and 8 ranks with as much computed again on one process as on a rank
     capacity   the most layers of GPT-2 355M's width that fit into the memory of one process and of each of 8 ranks, one
@@ -30,7 +30,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,7 +58,7 @@ from rotorch.testing.operations import WithoutArithmetic  # noqa: E402
 
 OUT = HERE.parents[1] / "benchmarks" / "results" / "papers" / "rtp.json"
 RANKS = 8
-BATCHES, ONE_BATCH = (1, 4, 16), 4
+BATCHES, ONE_BATCH = (1, 4, 8), 4
 """Sequences of a rank: of the smallest model, and of the others."""
 ONE_UNIT = "fsdp, one unit"
 MESSAGES, IN_PLACE = "transport=send_receive", "transport=send_receive,buffering=in_place"
@@ -315,17 +314,6 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 }
 
 
-def measured(parts: Sequence[str], *, show: Callable[[str], None]) -> dict[str, list[dict[str, Any]]]:
-    """All rows of some parts."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for name in parts:
-        found[name] = []
-        for row in PARTS[name]():
-            found[name].append(row)
-            show(json.dumps({"part": name, **row}))
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line, measures, and writes the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -335,12 +323,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    parts = [name for name in PARTS if name in options.only]
-    found = measured(parts, show=partial(print, flush=True))
-    kept = json.loads(options.record.read_text("utf-8")) if options.record.exists() else {}
-    record = {**kept, **describe_origin(), "ranks": RANKS, **found}
     options.record.parent.mkdir(parents=True, exist_ok=True)
-    options.record.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    for name in (name for name in PARTS if name in options.only):
+        found = []
+        for row in PARTS[name]():
+            found.append(row)
+            print(json.dumps({"part": name, **row}), flush=True)
+        # After each part: a later one that does not fit into this machine's address space costs the others nothing.
+        kept = json.loads(options.record.read_text("utf-8")) if options.record.exists() else {}
+        record = {**kept, **describe_origin(), "ranks": RANKS, name: found}
+        options.record.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return 0
 
 
