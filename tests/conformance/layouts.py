@@ -84,7 +84,11 @@ INPUTS_FIRST = {
     ("megatron=3", "gpt2"),
     ("rtp=2[transport=send_receive],megatron=2", "gpt2"),
 }
-"""Of linear layers whose weights lie with their inputs first, on GPT-2: of each way to multiply with a part of one."""
+"""Of linear layers whose weights lie with their inputs first, on GPT-2: of each way to multiply with a part of one.
+
+What megatron sends for these is in tests/strategies/test_megatron.py: GPT-2 looks positions up once for all rows of a
+batch, which no Layout knows.
+"""
 
 
 def of_size(kind: str, size: int) -> str | None:

@@ -11,7 +11,8 @@ from torch import nn
 
 import rotorch
 from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.core.traffic import Kind, Phase
+from rotorch.core.spec import Combine, Cut, Unit, UnitKind, Weight
+from rotorch.core.traffic import Kind, MicroBatch, Phase
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
 from rotorch.strategies import num_ranks, parse_parallel
@@ -327,3 +328,15 @@ def test_all_channels_synchronised_is_the_model(tiny):
 def test_what_has_no_row_wise_output_cannot_be_partly_synchronised(tiny, family, words):
     with pytest.raises(ConfigError, match=words), as_rank(0, num_ranks=2), rotorch.on_meta():
         rotorch.parallelize(causal_lm(load_config(tiny(family))), SYNCED, device="cpu")
+
+
+def test_a_linear_layer_sends_the_same_whichever_way_its_weight_lies():
+    (strategy,) = parse_parallel("megatron=3")
+
+    def sent(shape, dim):
+        cut = Cut(dim, shape[dim])
+        weights = (Weight("w.weight", shape, 4, cut), Weight("w.bias", (shape[dim],), 4, Cut(0, shape[dim])))
+        unit = Unit("w.weight", UnitKind.WEIGHT, Combine.CONCAT, weights)
+        return strategy.activation_transfers(unit, batch=MicroBatch(2, 16))
+
+    assert sent((40, 12), 0) == sent((12, 40), 1) != sent((12, 40), 0)

@@ -4,16 +4,22 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from rotorch.comm import transports
+from rotorch.comm.shared_file import SharedMemoryUnavailable
+from rotorch.comm.status_word import StatusWord
 from rotorch.core import row_parts
 from rotorch.core.row_parts import RowParts, num_parts
 from rotorch.core.spec import Range
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
+from rotorch.parallelize import parallelize
 from rotorch.shard.flat import FlatSlices
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import parse_parallel
 from rotorch.testing.conformance import examine, make_case
+from rotorch.testing.ranks import run_ranks
 
 SHAPES = {"vocab_size": 601, "intermediate_size": 96}
 """A vocabulary that is larger than a layer; a prime, so that neither slices nor their parts are even."""
@@ -59,7 +65,7 @@ def test_parts_are_the_slice(rows):
 
 
 @pytest.mark.parametrize("layout", ["rtp=3", "rtp=3[transport=send_receive]"])
-def test_tables_are_in_parts_no_larger_than_a_layers_slices(large_vocabulary, small_parts, layout):
+def test_tables_are_in_parts_about_as_large_as_a_layers_slices(large_vocabulary, small_parts, layout):
     (strategy,) = parse_parallel(layout)
     path = large_vocabulary("llama")
     units = strategy.units_of(spec_of(path)).cut_units
@@ -93,13 +99,14 @@ def test_tables_are_not_in_parts_where_that_would_spare_little(large_vocabulary,
     assert not parts_of(tiny("llama"), "rtp=2")
 
 
-def test_slots_are_as_large_as_those_of_a_layer(large_vocabulary, small_parts):
+def test_slots_are_as_large_as_those_of_a_layer_and_a_row(large_vocabulary, small_parts):
     path = large_vocabulary("qwen3")
     (strategy,) = parse_parallel("rtp=3[transport=send_receive]")
     units = strategy.units_of(spec_of(path)).cut_units
     tables = [strategy.layout(unit).slots_bytes for unit in units if num_parts(unit) > 1]
     others = [strategy.layout(unit).slots_bytes for unit in units if num_parts(unit) == 1]
-    assert tables and max(tables) <= max(others)
+    row = 2 * 128 * 4  # of a weight's and a gradient's two slots each, of the tiny model's width
+    assert tables and max(tables) <= max(others) + 2 * row
 
 
 def test_the_parts_of_a_shard_lie_in_it_one_after_another(large_vocabulary):
@@ -130,6 +137,51 @@ def test_the_parts_of_a_shard_lie_in_it_one_after_another(large_vocabulary):
     ],
 )
 def test_invariants_hold(large_vocabulary, small_parts, tmp_path, layout, family, warm):
-    case = make_case(large_vocabulary(family), directory=tmp_path / "case")
+    path = large_vocabulary(family)
+    assert any(parts_of(path, f"rtp={strategy.size}") for strategy in parse_parallel(layout) if strategy.kind == "rtp")
+    case = make_case(path, directory=tmp_path / "case")
     problems = examine(case, parallel=layout, scratch=tmp_path)
     assert [f"{name}: {found[:3]}" for name, found in problems.items() if found] == []
+
+
+def test_parts_come_where_auto_comes_to_messages(large_vocabulary, small_parts, tmp_path, monkeypatch, warm):
+    """As between hosts: what is predicted follows from the transport that it has come to."""
+
+    def none(*_, **__):
+        raise SharedMemoryUnavailable("not between these")
+
+    monkeypatch.setattr(transports, "SharedMemoryRing", none)
+    case = make_case(large_vocabulary("llama"), directory=tmp_path / "case")
+    problems = examine(case, parallel="rtp=2", scratch=tmp_path)
+    assert [f"{name}: {found[:3]}" for name, found in problems.items() if found] == []
+    for items, transport in run_ranks(items_of, large_vocabulary("llama"), num_ranks=2):
+        assert transport == "send_receive"
+        assert [name for name in items if name.startswith("lm_head")] == [
+            f"lm_head.weight (part {number} of 2)" for number in (1, 2)
+        ]
+
+
+def items_of(path):
+    """Names of the items of a ring, and its transport."""
+    with on_meta():
+        module = causal_lm(load_config(path))
+    model = parallelize(module, "rtp=2", device="cpu")
+    names = model.sharded.write_status_to(StatusWord())
+    model.close()
+    return names, model.sharded.transport
+
+
+def test_parts_of_a_shard_are_read_and_written_where_they_lie(large_vocabulary):
+    unit = next(u for u in spec_of(large_vocabulary("llama")).units if u.logits)
+    (weight,) = unit.weights
+    flat = FlatSlices(unit.weights, num_slices=3)
+    whole = torch.arange(weight.numel, dtype=torch.float64).view(weight.shape)
+    for index in range(3):
+        (rows,) = flat.ranges(weight, index=index)
+        home = whole[rows.start : rows.stop].reshape(-1)
+        for part in flat.in_parts(RowParts(4)):
+            ours, home = home[: part.numels[index]], home[part.numels[index] :]
+            (view,) = part.views(ours, index=index)
+            (chunk,) = part.chunks(weight, index=index)
+            torch.testing.assert_close(chunk.of_whole(whole), chunk.of_local(view), rtol=0, atol=0)
+        assert not home.numel()

@@ -123,7 +123,7 @@ class Ring(ABC):
     """True if an item's slices lie side by side where every rank can read them (`whole_weights`)."""
 
     takes_parts: bool = False
-    """True if slices of tables come in parts, items of their own that lie side by side at home."""
+    """True if parts of a table's slices are items of their own, which lie side by side at home."""
 
     num_hosts: int | None = None
     """Number of hosts, where the transport goes by them."""

@@ -15,8 +15,8 @@ from itertools import pairwise
 from rotorch.core.spec import Combine, ModelSpec, Range, Unit, UnitKind
 
 LEAST_TIMES, LEAST_BYTES = 2, 1 << 20
-"""What a table's slice is, at least, of the largest slice of the other units; what a part is. Less would spare next to
-nothing, and each part is a message.
+"""Tables are divided if their slice is at least so many times the largest slice of any other unit, into parts of at
+least so many bytes: smaller ones save little, and each is a message.
 """
 
 
@@ -43,7 +43,7 @@ def num_parts(unit: Unit) -> int:
 
 
 def with_row_parts(spec: ModelSpec, *, num_slices: int) -> ModelSpec:
-    """The same model, its tables in parts that are no larger than the largest slice of the other units."""
+    """The same model, its tables in parts about as large as the largest slice of the other units."""
     tables = [unit for unit in spec.cut_units if _is_table(unit)]
     most = max((_largest(unit, num_slices) for unit in spec.cut_units if unit not in tables), default=0)
     counts = {unit.name: _count(unit, num_slices, most) for unit in tables}

@@ -112,7 +112,7 @@ class Strategy(BaseModel, ABC):
         return self.layout(unit, position=position)
 
     def num_parts(self, unit: Unit) -> int:
-        """Parts in which each slice of a unit visits, if slices do."""
+        """Parts in which each slice of a unit visits; 1 where slices do not visit, or come whole."""
         return 1
 
     def keeps_copies(self, unit: Unit) -> bool:

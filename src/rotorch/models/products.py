@@ -10,6 +10,7 @@ from torch import Tensor
 
 _PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 _SUMS = {torch.addmm, Tensor.addmm}
+_OF_MATRICES = {torch.mm, Tensor.mm, *_SUMS}
 
 
 def is_transpose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -29,7 +30,7 @@ def is_transpose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 def as_linear(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_matrix: Callable[[Any], bool]
 ) -> tuple[Any, Any, Any] | None:
-    """Input, matrix `[inputs, outputs]` and bias of a function that multiplies by that matrix; None if it is another.
+    """Input, matrix `[inputs, outputs]` and bias of a product with that matrix; None if a function is none.
 
     Args:
         func: any function.
@@ -39,6 +40,8 @@ def as_linear(
     """
     if kwargs or len(args) < 2 or not is_matrix(args[-1]) or is_matrix(args[-2]):
         return None
+    if func in _OF_MATRICES and len(args[-2].shape) != 2:
+        return None  # torch refuses it
     if func in _PRODUCTS and len(args) == 2:
         return args[0], args[1], None
     if func in _SUMS and len(args) == 3 and len(args[0].shape) == 1:

@@ -95,7 +95,9 @@ def add_linear_gradient(
     row_scale_B: Tensor | None = None,
     wait: bool = True,
 ) -> None:
-    """Adds a linear layer's gradient to that of the visiting slice [matrix [R, I] or [I, R], bias [R]]; passes it on.
+    """Adds a linear layer's gradient to that of the visiting slice, and passes it on.
+
+    The slice's matrix lies `[R, I]`, or `[I, R]` if it is cut along its second dim; its bias, if it has one, is `[R]`.
 
     Args:
         unit: the layer's unit.

@@ -59,6 +59,10 @@ class RingUse(WeightUse):
         """True if a slice comes with its part of the bias."""
         return False
 
+    @property
+    def _along_columns(self) -> bool:
+        return self.weight.cut is not None and self.weight.cut.dim == 1
+
     @staticmethod
     def _unit_of(bias: Tensor | None) -> RotatingUnit | None:
         use = use_of(bias)
@@ -97,9 +101,9 @@ class VisitingUse(RingUse):
         # A whole bias once, behind the slices, whose columns lie side by side: its gradient is the usual one.
         return output if bias is None or self._brings(bias) else output + bias
 
-    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor:
+    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
         """Each slice answers the ids in its rows."""
-        return rotate_embedding(self.unit, ids, padding_idx=padding_idx)
+        return None if self._along_columns else rotate_embedding(self.unit, ids, padding_idx=padding_idx)
 
     def convolution(
         self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
@@ -119,10 +123,6 @@ class VisitingUse(RingUse):
         """True if slices have a product with this bias: one that travels with the matrix is added by each slice's."""
         return self._brings(bias) or len(self.unit.unit.weights) == 1
 
-    @property
-    def _along_columns(self) -> bool:
-        return self.weight.cut is not None and self.weight.cut.dim == 1
-
 
 class InPlaceUse(RingUse):
     """The use of a weight that can be read whole; only its gradient rotates, a slice at a time."""
@@ -134,17 +134,17 @@ class InPlaceUse(RingUse):
             return DeferredLogits(x, head)
         return self._multiply(x, bias, transposed=False)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product with the whole matrix, whichever dim it is cut along."""
-        return self._multiply(x, bias, transposed=True)
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product with the whole matrix, whichever dim it is cut along; what slices refuse is refused here, too."""
+        return None if self.by_plan and not self._along_columns else self._multiply(x, bias, transposed=True)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         cut_bias = self._unit_of(bias)
         return linear_side_by_side(self.unit, x, bias=bias if cut_bias is None else cut_bias, transposed=transposed)
 
-    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor:
+    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
         """Rows of the whole weight."""
-        return embedding_side_by_side(self.unit, ids, padding_idx=padding_idx)
+        return None if self._along_columns else embedding_side_by_side(self.unit, ids, padding_idx=padding_idx)
 
     def convolution(
         self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any

@@ -63,6 +63,8 @@ class GroupedRing(SendReceiveRing):
         ahead: groups under way while one is computed with. More than one if slices travel as they are at home.
     """
 
+    takes_parts = False
+
     def __init__(
         self,
         setup: RingSetup,

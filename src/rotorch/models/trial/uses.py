@@ -8,8 +8,9 @@
     model runs on several inputs, down to a single token, and every function that gets a weight is recorded.
     Uses that differ between inputs depend on the data.
 
-    A product with a weight's transpose counts as a product with the weight. A product without the layer's bias is one
-    of the matrix alone, and the bias must not travel with it.
+    A product with a weight's transpose counts as a product with the weight. One with a weight that lies `[inputs,
+    outputs]` counts as another function: no model that declares a plan is known to have such a layer. A product
+    without the layer's bias is one of the matrix alone, and the bias must not travel with it.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Megatron(OneAxis):
             )
             return sums * unit.uses
         matrix = unit.weights[0]
-        width = matrix.numel // matrix.shape[0]
+        width = matrix.numel // matrix.shape[_dim(matrix)]
         transfers: list[Transfer] = []
         num_products = unit.uses if unit.combine is Combine.CONCAT else unit.reads_in_backward
         for _ in range(unit.uses - num_products):
@@ -237,10 +237,15 @@ class Megatron(OneAxis):
                 )
 
     def _rows(self, weight: Weight, *, index: int) -> int:
-        return weight.slice_shape(num_slices=self.size, index=index)[0]
+        return weight.slice_shape(num_slices=self.size, index=index)[_dim(weight)]
 
     def _sum(self, payload_bytes: int, phase: Phase) -> Transfer:
         return all_reduce(payload_bytes, axis=_AXIS, size=self.size, phase=phase)
+
+
+def _dim(weight: Weight) -> int:
+    """The dim of a WEIGHT unit's outputs, which it is cut along."""
+    return 0 if weight.cut is None else weight.cut.dim
 
 
 def output_width(unit: Unit) -> int:

@@ -188,7 +188,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
     @property
     def _names(self) -> list[str]:
         """Names of the ring's items."""
-        return [rotating.unit.name for rotating in self.units for _ in rotating.items]
+        return [name for rotating in self.units for name in _names_of_items(rotating)]
 
     def close(self) -> None:
         self.ring.close()
@@ -231,14 +231,17 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
         num_visits=strategy.num_visits,
         flat_chunks=[list(map(s.flat_chunks, range(size))) for s in slices] if grouped else (),
     )
-    found = zip(in_place, side_by_side, strict=True) if ring.gives_whole else zip(visiting, slices, strict=True)
-    items = count()
-
-    def rotating(unit: Unit, flat: FlatSlices, *, item: int) -> RotatingUnit:
-        return RotatingUnit(
+    if ring.gives_whole:
+        found = zip(in_place, side_by_side, ([s] for s in side_by_side), strict=True)
+    else:
+        found = zip(visiting, slices, in_parts if ring.takes_parts else ([s] for s in slices), strict=True)
+    units, items = [], count()
+    for unit, flat, parts in found:
+        numbers = [next(items) for _ in parts]
+        rotating = RotatingUnit(
             unit,
             ring,
-            item,
+            numbers[0],
             flat,
             recompute=strategy.recomputes_units,
             dtype=setup.param_dtype or ring.dtype,
@@ -246,19 +249,20 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
             keep_attention=strategy.recompute == "all_but_attention",
             may_lie_whole=reads_whole and setup.device.type == "cpu" and _lies_whole(unit, setup.sites, heads),
         )
-
-    units = []
-    for unit, flat in found:
-        parts = flat.in_parts(unit.note(RowParts)) if ring.takes_parts else [flat]
-        made = [rotating(unit, part, item=next(items)) for part in parts]
-        if len(made) == 1:
-            units += made
-            continue
-        whole = rotating(unit, flat, item=made[0].item)
-        # A use of any part is one of the weight, and autograd knows the weight by one anchor.
-        whole.parts = tuple(replace(part, reached=whole.reached, anchor=whole.anchor) for part in made)
-        units.append(whole)
+        if len(parts) > 1:
+            # A use of a part is one of the weight, which autograd knows by one anchor; views of visits are its own.
+            rotating.parts = tuple(
+                replace(rotating, item=item, slices=part, _views={}) for item, part in zip(numbers, parts, strict=True)
+            )
+        units.append(rotating)
+    if next(items) != len(ring.numels):
+        raise AssertionError(f"the ring has {len(ring.numels)} items, other ones than its units")
     return ring, units
+
+
+def _names_of_items(rotating: RotatingUnit) -> list[str]:
+    name, total = rotating.unit.name, len(rotating.items)
+    return [name] if total == 1 else [f"{name} (part {number + 1} of {total})" for number in range(total)]
 
 
 def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> torch.dtype:

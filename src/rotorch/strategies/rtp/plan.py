@@ -22,8 +22,9 @@ Cost (unit of P bytes, n ranks)
                symmetric memory a third buffer for gradients, the inbox. `buffering=in_place`, over messages: slices
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
                of a few MiB at most; uneven slices need room for the largest one in every home. `ahead=2`: a third slot.
-               Over messages out of place a slice of an embedding or a head that is larger than two of a layer visits in
-               parts no larger than one of these, so slots are as large as a layer's slices.
+               Over messages out of place a slice of an embedding or a head that is as large as two of a layer, or more,
+               visits in parts about as large as one of these, of 1 MiB at least, and slots are no larger than that.
+               Under `auto`, which may come to a transport without parts, plans count whole slices.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
                unless logits become real: for another loss than a plain cross-entropy, or a bias that is whole.
@@ -172,14 +173,13 @@ class RTP(OneAxis):
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         held = (with_whole_experts(spec) if self.experts == "whole" else spec).with_inside_cut()
-        if self.memory is None:
-            return with_row_parts(held, num_slices=self.size) if self._visit_in_parts else held
-        # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
-        transport = "send_receive" if self.transport == "auto" else self.transport
-        in_parts = self.model_copy(update={"memory": None, "transport": transport})
-        chosen = with_whole_units(held, strategy=in_parts, axis="rtp", memory=self.memory)
-        made = replace(chosen, units=tuple(_uncut(unit) if is_whole(unit) else unit for unit in chosen.units))
-        return with_row_parts(made, num_slices=self.size) if self._visit_in_parts else made
+        if self.memory is not None:
+            # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
+            transport = "send_receive" if self.transport == "auto" else self.transport
+            unlimited = self.model_copy(update={"memory": None, "transport": transport})
+            chosen = with_whole_units(held, strategy=unlimited, axis="rtp", memory=self.memory)
+            held = replace(chosen, units=tuple(_uncut(unit) if is_whole(unit) else unit for unit in chosen.units))
+        return with_row_parts(held, num_slices=self.size) if self._visit_in_parts else held
 
     @property
     def _visit_in_parts(self) -> bool:
