@@ -164,7 +164,7 @@ def rtp_peaks(read: Callable[[str], Record]) -> list[str]:
     lines = table_head("model", "sequences", "ideal", *(f"`{name}`" for name in names), "ideal / rtp")
     for model, rows in dict.fromkeys((row["model"], row["rows"]) for row in record["peaks"]):
         found = {row["parallel"]: row for row in record["peaks"] if (row["model"], row["rows"]) == (model, rows)}
-        peaks = [gigabytes(found[name]["peak_bytes"]) for name in names]
+        peaks = [gigabytes(found[name]["peak_bytes"]) if name in found else NONE for name in names]
         cells = [gigabytes(found[OUT_OF_PLACE]["ideal_bytes"]), *peaks, two_digits(found[OUT_OF_PLACE]["of_ideal"])]
         lines.append(f"| {model}, {found[OUT_OF_PLACE]['tokens']} tokens | {rows} | {' | '.join(cells)} |")
     return lines

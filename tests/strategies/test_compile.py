@@ -79,7 +79,7 @@ def step(layout, compile, accumulation=1, autocast=None):
         pytest.param(
             "rtp=3[transport=send_receive]", 3, marks=pytest.mark.slow
         ),  # 4 heads over 3 ranks: slices of 2 and of 1; the MLP's are alike
-        ("fsdp=2", 1),
+        pytest.param("fsdp=2", 1, marks=pytest.mark.slow),
         pytest.param("pp=2[schedule=zb_h1]", 2, marks=pytest.mark.slow),
     ],
 )
