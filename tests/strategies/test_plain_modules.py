@@ -450,32 +450,6 @@ def test_rows_of_what_is_cut_along_columns_are_looked_up_in_the_whole_weight(lay
     check(LooksUpColumns, layout, shape=(6,))
 
 
-class MultipliesFromTheRight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
-
-    def forward(self, x):
-        return self.head(x @ self.mix.weight)
-
-
-def refusal_under_a_plan(layout):
-    plan = {"mix": "colwise_gather_output", "head": "colwise_gather_output"}
-    module = built(MultipliesFromTheRight, torch.float64)
-    model = rotorch.parallelize(module, layout, device="cpu", loss=class_loss, plan=plan)
-    try:
-        model.forward_backward(batch_of(0, shape=(6,), dtype=torch.float64))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
-def test_a_plan_of_ones_own_is_taken_alike_over_every_transport(layout):
-    for message in run_ranks(refusal_under_a_plan, layout, num_ranks=2):
-        assert "'mix.weight' is used by" in message
-
-
 class LeavesBiasesOut(nn.Module):
     """Uses matrices and kernels of layers without their biases, or adds these by itself."""
 
