@@ -29,7 +29,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -253,26 +254,19 @@ def building() -> Iterator[dict[str, Any]]:
     """Resident memory of a process until its part of GPT-2 355M is there: built on meta, and built whole and cut."""
     model, _ = MODELS["GPT-2 355M"]
     config = config_from_dict(model, source=__file__)
-    for way, built in (("on meta", built_on_meta), ("whole, then cut", built_whole)):
-        yield {"model": "GPT-2 355M", "parallel": f"rtp={RANKS}[{MESSAGES}]", "way": way, **in_a_process(built, config)}
+    for way, on_meta in (("on meta", True), ("whole, then cut", False)):
+        found = in_a_process(partial(built_part, on_meta=on_meta), config)
+        yield {"model": "GPT-2 355M", "parallel": f"rtp={RANKS}[{MESSAGES}]", "way": way, **found}
 
 
-def built_on_meta(config: Any) -> int:
-    """A rank's slices, and only those, from a model without memory; returns their bytes."""
+def built_part(config: Any, *, on_meta: bool) -> int:
+    """A rank's slices, from a model without memory, or from one that is there; returns their bytes."""
     with as_rank(0, num_ranks=RANKS):
-        with rotorch.on_meta():
+        with rotorch.on_meta() if on_meta else nullcontext():
             module = causal_lm(config)
         model = rotorch.parallelize(module, f"rtp={RANKS}[{MESSAGES}]", device="cpu")
-        model.materialize(seed=0)
-        held = sum(weight.local.nbytes for weight in model.weights.values())
-        model.close()
-    return held
-
-
-def built_whole(config: Any) -> int:
-    """The same from a model that is there."""
-    with as_rank(0, num_ranks=RANKS):
-        model = rotorch.parallelize(causal_lm(config), f"rtp={RANKS}[{MESSAGES}]", device="cpu")
+        if on_meta:
+            model.materialize(seed=0)
         held = sum(weight.local.nbytes for weight in model.weights.values())
         model.close()
     return held
