@@ -505,8 +505,8 @@ class ParallelModel:
         """Raises `ConfigError` for batches that ranks cannot share, or do not: this rank's, or others with it."""
         if loss is not None:
             raise ConfigError(
-                f"context={self.num_context_ranks}: a loss of your own would see a part of the sequence. Leave loss "
-                "out: the model's own is summed over all ranks"
+                f"context={self.num_context_ranks}: this loss would see a part of the sequence, and nothing has tried "
+                "it on parts. Give loss=... to parallelize, which does"
             )
         assert self._sequence is not None
         for micro_batch in micro_batches:

@@ -30,8 +30,10 @@ from rotorch.models.checks import make_stateless, refuse_layerdrop, refuse_wrapp
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
+from rotorch.models.lora import base_of
 from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.shared_sequence import refuse_attentions
+from rotorch.models.trial.shared_sequence import try_shared, why_loss_stays_whole
 from rotorch.parallel_model import ParallelModel
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first
@@ -105,7 +107,7 @@ def parallelize(
     if compile:
         check_compiled(strategies)
     if cuts_context(strategies):
-        _check_context(module, loss=loss, compile=compile)
+        _check_context(module, compile=compile)
     refuse_wrapped(module)
     if any(strategy.cuts_weights for strategy in strategies):
         refuse_layerdrop(module)
@@ -123,6 +125,8 @@ def parallelize(
     for strategy in strategies:
         strategy.check(spec)
         spec = strategy.units_of(spec)
+    if cuts_context(strategies):
+        check_context_loss(module, loss)
     on = pick_device(device) if isinstance(device, str) else device
     for strategy in strategies:
         strategy.check_device(on.type)
@@ -227,16 +231,31 @@ def _tell_of_changes(strategies: Sequence[Strategy]) -> None:
             _log.warning("%s trains another model than one process does: %s", strategy, strategy.changes_the_model)
 
 
-def _check_context(module: nn.Module, *, loss: LossFn | None, compile: bool) -> None:
+def _check_context(module: nn.Module, *, compile: bool) -> None:
     """Raises `ConfigError` for arguments that do not go with sequences which ranks share."""
     refuse_attentions(module)
-    if loss is not None:
-        raise ConfigError(
-            "context: a loss of your own would see a part of each sequence. Leave loss out: the model's own is summed "
-            "over all ranks"
-        )
     if compile:
         raise ConfigError("context: compile=True would trace through the exchange of keys and values. Leave it out")
+
+
+def check_context_loss(module: nn.Module, loss: LossFn | None) -> None:
+    """Raises `ConfigError` for a loss that is no sum over the tokens of a sequence whose parts ranks compute.
+
+    Args:
+        module: a model whose sequences can be shared.
+        loss: of the user's own, or None: the model's.
+    """
+    _, base = base_of(module)
+    if loss is None and not try_shared(base).has_loss:
+        raise ConfigError(
+            f"context: {type(base).__name__} has no loss of its own that is a sum over tokens. Write loss=... : "
+            "loss(module, batch, num_targets) -> the sum over the batch's shift_labels / num_targets"
+        )
+    if loss is not None and (why := why_loss_stays_whole(base, loss)):
+        raise ConfigError(
+            "context: a loss of your own is given a part of each sequence (input_ids, shift_labels, position_ids), and "
+            f"must sum over its tokens. Tried on a tiny model: {why}. Change it, or leave loss out for the model's own"
+        )
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

@@ -84,6 +84,7 @@ class TinySubject:
     model_class: type
     embedded: bool = False
     num_micro_batches: int = NUM_MICRO_BATCHES
+    num_tokens: int = NUM_TOKENS
 
     @property
     def loss(self) -> LossFn | None:
@@ -106,7 +107,7 @@ class TinySubject:
             self.model_class,
             self.config,
             num_rows=total,
-            num_tokens=NUM_TOKENS,
+            num_tokens=self.num_tokens,
             seed=1000 * seed + step + 1,
             embedded=self.embedded,
         )
@@ -118,7 +119,7 @@ class TinySubject:
             num_shares=num_shares,
             num_micro_batches=self.num_micro_batches,
             num_rows=NUM_ROWS,
-            num_tokens=NUM_TOKENS,
+            num_tokens=self.num_tokens,
             vocab_size=NUM_DRAWN_TOKENS,
         )
         text["labels"][:, 0] = -100  # no target whether a loss shifts labels or not
@@ -127,17 +128,19 @@ class TinySubject:
 
 def output_loss(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
     """A loss for models that have none: fixed weights on their first output `[rows.., D]`, at targets only."""
-    labels = batch["labels"]
-    outputs = module(**{name: rows for name, rows in batch.items() if name != "labels"})
+    targets = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
+    outputs = module(**{name: rows for name, rows in batch.items() if name not in ("labels", "shift_labels")})
     values = outputs.values() if hasattr(outputs, "values") else outputs
     hidden = next(t for t in values if isinstance(t, Tensor) and t.is_floating_point() and t.dim() >= 2)
-    per_row = hidden.reshape(len(labels), -1, hidden.shape[-1])
+    per_row = hidden.reshape(len(targets), -1, hidden.shape[-1])
     weights = torch.sin(torch.arange(1, 1 + per_row.shape[-1], dtype=per_row.dtype, device=per_row.device))
     score = (torch.tanh(per_row) * weights).sum(-1)
-    if labels.dim() > 1:
-        score = score[:, : labels.shape[1] - 1] * (labels[:, 1 : 1 + score.shape[1]] != -100)
+    if targets.dim() == 1:
+        score = score.mean(-1) * (targets != -100)
+    elif "shift_labels" in batch:
+        score = score * (targets != -100)
     else:
-        score = score.mean(-1) * (labels != -100)
+        score = score[:, : targets.shape[1] - 1] * (targets[:, 1 : 1 + score.shape[1]] != -100)
     return score.sum() / num_targets
 
 

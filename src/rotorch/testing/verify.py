@@ -33,7 +33,7 @@ from rotorch.mesh import check_world_size
 from rotorch.models.describe import describe
 from rotorch.models.trial.causality import why_not_trained
 from rotorch.parallel_model import ParallelModel
-from rotorch.parallelize import load_step_code, parallelize
+from rotorch.parallelize import check_context_loss, load_step_code, parallelize
 from rotorch.process.forking import gpu_in_sight, start_autograd
 from rotorch.process.new_interpreter import call_fresh
 from rotorch.shard.materialize import on_meta, take_recipes
@@ -251,6 +251,8 @@ def verify_subject(
         strategy.at_precision(None).check(spec)
         strategy.check_device(device)
         strategy.check_micro_batches(subject.num_micro_batches)
+    if cuts_context(strategies):
+        check_context_loss(module, subject.loss)
     if directory is None:
         try:
             reference = initialised_reference(subject.build(), spec=spec, recipes=take_recipes(module), seed=seed)

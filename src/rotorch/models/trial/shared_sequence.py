@@ -7,23 +7,37 @@
     smaller sizes runs twice at once, in two threads, each with its part of the tokens; logits of both must be those of
     the whole model, and their losses must add up to its loss. Sequences are longer than windows and chunks, and of two
     lengths, each longer than a limit at which rotary embeddings change: one part is then below it.
+
+    A model without a loss that is a sum over tokens is tried by its outputs alone. A loss of the user's own is tried in
+    the same way once it is given: called with parts of a batch it must add up to what the whole batch gives.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.zigzag import KeyExchange, zigzag
-from rotorch.models.losses import CausalLMLoss, LossFn, count_targets, loss_of
+from rotorch.models.losses import Batch, CausalLMLoss, LossFn, count_targets, loss_of
 from rotorch.models.shared_sequence import SharedSequence
-from rotorch.models.trial.two_threads import ThreadExchange, differ, in_two_threads, key_of, tiny_of, trial
+from rotorch.models.trial.two_threads import (
+    ThreadExchange,
+    differ,
+    first_tensor,
+    in_two_threads,
+    key_of,
+    tiny_of,
+    trial,
+)
 
 _LENGTHS = (40, 72)
 _NUM_PARTS = 2
@@ -35,11 +49,13 @@ class SharedTrial:
 
     Attributes:
         refused: the reason why sequences of the model cannot be shared; "" if they can.
+        has_loss: the model has a loss of its own that is a sum over tokens.
         attentions: classes of modules that attend.
         knows_traffic: `_key_value_width` of a configuration and `_window_of` a module are those of its attentions.
     """
 
     refused: str = ""
+    has_loss: bool = False
     attentions: frozenset[type] = frozenset()
     knows_traffic: bool = False
 
@@ -61,7 +77,16 @@ def try_shared(module: nn.Module) -> SharedTrial:
     return _known[key]
 
 
-def _try(module: nn.Module) -> SharedTrial:
+def why_loss_stays_whole(module: nn.Module, loss: LossFn) -> str:
+    """Returns why a loss of the user's own is not the sum of those of parts of a sequence; "" if it is.
+
+    Tried on a tiny model like `module`, whose sequences can be shared.
+    """
+    with trial():
+        return _try(module, loss).refused
+
+
+def _try(module: nn.Module, loss: LossFn | None = None) -> SharedTrial:
     result = SharedTrial("nothing of it attends by transformers' interface")
     for number, num_tokens in enumerate(_LENGTHS):
         found = tiny_of(module, num_tokens=num_tokens)
@@ -70,22 +95,25 @@ def _try(module: nn.Module) -> SharedTrial:
         tiny, inputs, _ = found
         if set(inputs) != {"input_ids"}:
             return SharedTrial(f"it takes more than tokens ({', '.join(sorted(inputs))})")
-        if not isinstance(loss_of(copy.deepcopy(tiny)), CausalLMLoss):
-            return SharedTrial("it is no causal language model with a loss of its own")
         if module.config._attn_implementation == "eager":
             tiny.config._attn_implementation = "eager"
-        result = _in_parts(tiny, {**inputs, "labels": inputs["input_ids"]})
+        ids = inputs["input_ids"]
+        # A loss of the user's own is always given targets that are shifted, since parts have no others.
+        of_text = {"labels": ids} if loss is None else {"shift_labels": F.pad(ids[:, 1:], (0, 1), value=-100)}
+        result = _in_parts(tiny, {**inputs, **of_text}, loss)
         if result.refused:
             return result
     return result
 
 
-def _in_parts(tiny: nn.Module, batch: dict[str, Tensor]) -> SharedTrial:
+def _in_parts(tiny: nn.Module, batch: dict[str, Tensor], loss: LossFn | None) -> SharedTrial:
     models, num_targets = [copy.deepcopy(tiny) for _ in range(_NUM_PARTS)], count_targets(batch)
-    of_whole = loss_of(tiny)
-    assert isinstance(of_whole, CausalLMLoss)
-    expected, loss = _passes(tiny, batch, of_whole, num_targets=num_targets)
-    if of_whole.adds_terms:
+    of_whole = _loss_over_tokens(tiny) if loss is None else loss
+    try:
+        expected, sum_of_whole = _passes(tiny, batch, of_whole, num_targets=num_targets)
+    except Exception as error:  # whatever a loss does not like about a tiny model
+        return SharedTrial(f"a tiny one's loss cannot be computed ({type(error).__name__}: {_line(error)})")
+    if isinstance(of_whole, CausalLMLoss) and of_whole.adds_terms:
         return SharedTrial("its loss is more than a sum over tokens: a router's, for one, is of all tokens together")
     shared: list[SharedSequence] = []
     losses: dict[int, Tensor] = {}
@@ -104,23 +132,28 @@ def _in_parts(tiny: nn.Module, batch: dict[str, Tensor]) -> SharedTrial:
         sequence = SharedSequence(model, rank=mine, num_ranks=_NUM_PARTS, fetch=fetch)
         with sequence.attention():
             part = sequence.take(batch)
-            logits, losses[mine] = _passes(model, part, loss_of(model), num_targets=num_targets)
+            of_part = _loss_over_tokens(model) if loss is None else loss
+            logits, losses[mine] = _passes(model, part, of_part, num_targets=num_targets)
         shared.append(sequence)
         return logits
 
     parts = in_two_threads(run)
+    if isinstance(parts, ConfigError):
+        return SharedTrial(_line(parts))
     if isinstance(parts, Exception):
-        return SharedTrial(f"a tiny one does not run on parts of a sequence ({' '.join(str(parts).split())[:200]})")
+        why = f"{type(parts).__name__}: {_line(parts)}"
+        return SharedTrial(f"a tiny one does not run on parts of a sequence, for which there are no masks ({why})")
     if not all(sequence.attended for sequence in shared):
         return SharedTrial("nothing of it attends by transformers' interface")
-    for logits, chunks in zip(parts, zigzag(expected.shape[1], num_ranks=_NUM_PARTS), strict=True):
+    cut = zigzag(batch["input_ids"].shape[1], num_ranks=_NUM_PARTS)
+    for logits, chunks in zip(parts, cut, strict=True) if loss is None else ():
         whole = torch.cat([expected.narrow(1, chunk.start, chunk.length) for chunk in chunks], dim=1)
         if differ(logits, whole):
             return SharedTrial(
                 "a tiny one gives something else on parts of a sequence with keys and values exchanged: its tokens "
                 "look at others by more than attention"
             )
-    if differ(losses[0] + losses[1], loss):
+    if differ(losses[0] + losses[1], sum_of_whole):
         return SharedTrial("the losses of parts do not add up to that of the whole")
     knows = all(
         found == (_key_value_width(tiny.config), _window_of(each))
@@ -128,18 +161,42 @@ def _in_parts(tiny: nn.Module, batch: dict[str, Tensor]) -> SharedTrial:
         for each, found in zip(sequence.attended, sequence.exchanged, strict=True)
     )
     attentions = frozenset(type(each) for sequence in shared for each in sequence.attended)
-    return SharedTrial(attentions=attentions, knows_traffic=knows)
+    has_loss = isinstance(of_whole, CausalLMLoss)
+    return SharedTrial(has_loss=has_loss, attentions=attentions, knows_traffic=knows)
 
 
 def _passes(model: nn.Module, batch: dict[str, Tensor], loss_fn: LossFn, *, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Logits, and the loss as a parallel model computes it."""
+    """Logits or the first output, and the loss as a parallel model computes it."""
     heard: list[Tensor] = []
-    handle = model.register_forward_hook(lambda _, __, output: heard.append(output.logits))
+
+    def hear(_: nn.Module, __: Any, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        heard.append(first_tensor(output) if logits is None else logits)
+
+    handle = model.register_forward_hook(hear)
     try:
-        loss = loss_fn(model, batch, num_targets)
+        loss: Any = loss_fn(model, batch, num_targets)
     finally:
         handle.remove()
-    return heard[0], loss.view(1).double()
+    summed: Tensor = loss[0] if isinstance(loss, tuple) else loss
+    summed = summed.view(1).double()
+    return heard[0] if heard else summed, summed
+
+
+def _line(error: Exception) -> str:
+    """The error's text in one line, the same in every process."""
+    return " ".join(re.sub(r"\b(rotorch_shared_sequence)_\d+", r"\1", str(error)).split())[:200]
+
+
+def _loss_over_tokens(model: nn.Module) -> LossFn:
+    """The model's own loss if that is a sum over tokens, else none: outputs alone."""
+    own = loss_of(model)
+    return own if isinstance(own, CausalLMLoss) else _outputs_alone
+
+
+def _outputs_alone(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
+    outputs = module(**{name: rows for name, rows in batch.items() if name not in ("labels", "shift_labels")})
+    return first_tensor(outputs).new_zeros(1)
 
 
 def _key_value_width(config: Any) -> int:
