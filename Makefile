@@ -129,7 +129,7 @@ check: setup ## lint, format and types
 	@$(BIN)/mypy --config-file tests/mypy_calls.ini src/rotorch
 
 zoo: setup ## hold a tiny model of every architecture in transformers against one process (an hour; goes on where it was)
-	@$(BIN)/rotorch zoo --out docs/models.md $(ARGS)
+	@$(BIN)/rotorch zoo --cache benchmarks/results/zoo.jsonl --out docs/models.md $(ARGS)
 
 bench: setup ## measure our layouts beside other libraries, case by case; make bench ARGS="llama-h384-2ranks-*" for some
 	@$(BIN)/rotorch suite configs/bench/suite.toml $(ARGS)

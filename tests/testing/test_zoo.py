@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 import transformers
@@ -20,20 +21,22 @@ from rotorch.testing.zoo import NO_PIPELINE_PLAN, Outcome, outcomes_of, run_zoo,
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.filterwarnings("default")]
 
 ON_SLICES = "rtp=2[recompute=slice]"
+ROOT = Path(__file__).resolve().parents[2]
+RECORD, PAGE = ROOT / "benchmarks" / "results" / "zoo.jsonl", ROOT / "docs" / "models.md"
 
 FAMILIES = {
     "LlamaConfig": ["fsdp=2"],
     "CohereConfig": [ON_SLICES],  # norms over all heads, logits that are scaled
     "Olmo2Config": [ON_SLICES],  # attention whose columns are gathered
     "Phi3Config": [ON_SLICES],  # gate and up in one matrix
-    "GptOssConfig": [ON_SLICES],  # sinks, biases of experts
+    "GptOssConfig": [ON_SLICES, "tsp=2"],  # sinks, biases of experts, windows
     "Qwen3MoeConfig": ["rtp=2"],
     "DeepseekV2Config": ["rtp=3[transport=send_receive]"],  # latent attention: 2 + 1 + 1 heads; shared experts
     "Qwen3NextConfig": [ON_SLICES],  # linear attention
     "GraniteMoeHybridConfig": [ON_SLICES],  # state spaces
     "Gemma3TextConfig": ["rtp=2"],  # windows, tied weights
     "EuroBertConfig": ["rtp=2"],  # a loss that does not shift
-    "Qwen2VLTextConfig": [ON_SLICES],  # no head
+    "Qwen2VLTextConfig": [ON_SLICES, "tsp=2"],  # no head, so no loss of its own
     "Llama4TextConfig": ["rtp=2"],  # chunks
     "BeamConfig": ["rtp=2"],  # sinks of heads beside projections
     "Ernie4_5_MoeConfig": ["rtp=2"],  # a head that is tied but for its bias
@@ -142,16 +145,58 @@ def test_the_table_counts_and_gives_reasons():
         [told(), told(parallel="fsdp=2", ok=False, why="ours: a | b"), told(config="BConfig")],
         layouts=["rtp=2", "fsdp=2"],
     )
-    assert "| `rtp=2` | 2 | 2 |" in page and "| `fsdp=2` | 0 | 2 |" in page
+    assert "| `rtp=2` | 2 | 0 | 2 |" in page and "| `fsdp=2` | 0 | 0 | 2 |" in page
     assert "| AConfig | A | exact | no |" in page and "| BConfig | A | exact | not run |" in page
     assert "**`fsdp=2` was not run for 1 of 2 configurations" in page and "`rtp=2` was not run" not in page
     assert "- **AConfig** (`fsdp=2`): ours: a \\| b" in page
 
 
+def test_the_table_tells_refusals_from_failures_and_names_each_reason_once():
+    refused = [
+        told(config=f"{name}Config", model=name, parallel="tsp=2", ok=False, refused=True, why=f"rtp: {name} {said}")
+        for name, said in (("A", "holds a state"), ("B", "looks at | others"), ("C", "looks at | others"))
+    ]
+    page = table(
+        [*refused, told(config="DConfig", parallel="tsp=2", ok=False, why="ours: off by 1")], layouts=["tsp=2"]
+    )
+    assert "| `tsp=2` | 0 | 3 | 4 |" in page
+    assert "| BConfig | B | refused |" in page and "| DConfig | A | no |" in page
+    refusals, failures = page.partition("## Refused")[2].split("## Why not")
+    assert "### `tsp=2`" in refusals and refusals.index("**2**") < refusals.index("**1**")
+    assert "- **2**: rtp: the model looks at \\| others. BConfig, CConfig." in refusals
+    assert "DConfig" not in refusals and "- **DConfig**: ours: off by 1" in failures
+    assert "Config**" not in table([told()], layouts=["rtp=2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Llama4TextConfig", "its tokens look at others by more than attention. Leave context out"),
+        ("EuroBertConfig", "computed so: EuroBertAttention attends in both directions. Leave context out"),
+    ],
+)
+def test_a_model_whose_tokens_look_at_others_is_refused_before_anything_runs(name, said):
+    (outcome,) = outcomes_of(config_class(name), ["tsp=2"])
+    assert outcome.refused and not outcome.is_wrong
+    assert outcome.why.startswith("rtp: context=2 gives each rank a part") and outcome.why.endswith(said)
+
+
+def test_the_page_is_what_its_record_says():
+    """Of the page's line on transformers the version is that of the last run, here the one that is installed."""
+    record = [json.loads(line) for line in RECORD.read_text("utf-8").splitlines()]
+    last = {(fields["config"], fields["parallel"]): fields for fields in record}
+    outcomes = [Outcome(**{k: v for k, v in fields.items() if k != "depends_on"}) for fields in last.values()]
+    made, page = (
+        [line for line in text.splitlines() if "declares a tensor-parallel plan" not in line]
+        for text in (table(outcomes, older=True), PAGE.read_text("utf-8"))
+    )
+    assert made == page
+
+
 def test_the_table_names_what_was_not_run_and_what_has_no_pipeline_plan():
     outcomes = [told(parallel="pp=2", ok=False, why=NO_PIPELINE_PLAN), told(config="BConfig", parallel="pp=2")]
     page = table(outcomes, layouts=["pp=2"], names=["AConfig", "BConfig", "CConfig"], older=True)
-    assert "| `pp=2` | 1 | 3 |" in page
+    assert "| `pp=2` | 1 | 0 | 3 |" in page
     assert "| AConfig | A | no plan |" in page and "| CConfig |  | not run | | | |" in page
     assert "`pp=2`: 1 configurations have no pipeline plan" in page and "Why not" not in page
     assert "`pp=2` was not run for 1 of 3" in page and "earlier states" in page
@@ -164,7 +209,7 @@ def test_the_table_names_the_commits_of_every_row():
         told(config="BConfig"),
     ]
     rows = table(outcomes, layouts=["rtp=2", "pp=2"]).splitlines()
-    assert next(r for r in rows if r.startswith("| AConfig")).endswith("| aaaaaaaaaa, bbbbbbbbbb+ |")
+    assert next(r for r in rows if r.startswith("| AConfig")).endswith("| aaaaaaaaaa, bbbbbbbbbb+ (`pp=2`) |")
     assert next(r for r in rows if r.startswith("| BConfig")).endswith("| - |")
 
 
@@ -184,9 +229,10 @@ def test_what_is_known_is_a_table_without_a_run(few, tmp_path, monkeypatch, caps
 
 
 @pytest.mark.usefixtures("one_micro_batch")
-def test_a_model_of_experts_is_held_in_stages_without_the_loss_of_its_routers():
+@pytest.mark.parametrize("parallel", ["pp=2", "tsp=2"])
+def test_a_model_of_experts_is_held_without_the_loss_of_its_routers_where_no_rank_has_all_of_it(parallel):
     assert tiny_subject(transformers.MixtralConfig).config.output_router_logits
-    (outcome,) = outcomes_of(transformers.MixtralConfig, ["pp=2"])
+    (outcome,) = outcomes_of(transformers.MixtralConfig, [parallel])
     assert outcome.ok and outcome.max_rel_err_grad <= 1e-10, outcome
 
 
@@ -217,4 +263,4 @@ def test_the_command_writes_table_and_numbers(few, tmp_path, monkeypatch, capsys
     assert run([*words, "--json", str(files["out.json"])]) == 1  # one gave wrong gradients
     assert "rtp=2: 2 of 3 exact" in capsys.readouterr().out
     assert len(json.loads(files["out.json"].read_text())["outcomes"]) == 3
-    assert "| `rtp=2` | 2 | 3 |" in files["models.md"].read_text()
+    assert "| `rtp=2` | 2 | 0 | 3 |" in files["models.md"].read_text()

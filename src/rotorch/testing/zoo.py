@@ -16,6 +16,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import time
@@ -34,13 +35,13 @@ from rotorch.parallelize import load_step_code
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.process.forking import forking
 from rotorch.source import source_commit
-from rotorch.strategies import parse_parallel
+from rotorch.strategies import cuts_context, parse_parallel
 from rotorch.testing.subjects import TinySubject, configurations, model_classes, tiny_subject
 from rotorch.testing.verify import verify_subject
 
-LAYOUTS = ("rtp=2", "rtp=4", "fsdp=2", "rtp=2[recompute=slice]", "pp=2")
-"""What `make zoo` tries. Over shared memory plain `rtp=2` multiplies with whole weights; the one before the last runs
-on slices.
+LAYOUTS = ("rtp=2", "rtp=4", "fsdp=2", "rtp=2[recompute=slice]", "pp=2", "tsp=2")
+"""What `make zoo` tries. Over shared memory plain `rtp=2` multiplies with whole weights; `recompute=slice` runs on
+slices.
 """
 
 NO_PIPELINE_PLAN = "theirs: its configuration has no pipeline plan"
@@ -48,6 +49,8 @@ NO_PIPELINE_PLAN = "theirs: its configuration has no pipeline plan"
 
 _SECONDS, _BYTES = 1200.0, 8 << 30
 _STEPS = 1
+_SHARED_TOKENS = 37
+"""Of a row whose tokens ranks share: its four chunks are longer than windows and chunks of tiny models, and uneven."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -61,6 +64,7 @@ class Outcome:
         ok: exact, or not.
         max_rel_err_grad: over all steps and weights; None if it did not come so far.
         why: if it is not ok: in one line, what is missing, and whose part that is ("ours: ..", "theirs: ..").
+        refused: the library says so before anything runs, and `why` is what it says.
         model: name of the model class.
         num_modules: units whose own forward runs on slices.
         num_weights: units of one weight.
@@ -74,6 +78,7 @@ class Outcome:
     ok: bool
     max_rel_err_grad: float | None = None
     why: str = ""
+    refused: bool = False
     model: str = ""
     num_modules: int = 0
     num_weights: int = 0
@@ -136,9 +141,9 @@ def run_zoo(
                 file.write(json.dumps({**asdict(outcome), "depends_on": depends_on}) + "\n")
         rows = [known or made[layout] for layout, known in zip(layouts, mine, strict=True)]
         outcomes += rows
-        said = ", ".join(f"{o.parallel} {'exact' if o.ok else 'NOT: ' + o.why}" for o in rows)
+        said = ", ".join(f"{o.parallel} {_in_words(o)}" for o in rows)
         if len({o.why for o in rows}) == 1 and not rows[0].ok:
-            said = f"NOT: {rows[0].why}"
+            said = _in_words(rows[0])
         tell(f"[{number:>3}/{len(wanted)}] {config_class.__name__}: {said}{'' if made else ' (known)'}")
     return outcomes
 
@@ -219,7 +224,9 @@ def outcomes_of(config_class: type, layouts: Iterable[str]) -> Iterable[Outcome]
         return
     for layout in layouts:
         start = time.monotonic()
-        tried, of_tried = _in_stages(subject, spec) if _has_stages(layout) else (subject, spec)
+        tried, of_tried = (subject, spec) if _keeps_router_losses(layout) else _without_router_losses(subject, spec)
+        if cuts_context(parse_parallel(layout)):
+            tried = replace(tried, num_tokens=_SHARED_TOKENS)
         about: dict[str, Any] = {"model": subject.model_class.__name__}
         if _has_stages(layout) and of_tried.order == NO_ORDER:
             yield Outcome(name, layout, False, why=NO_PIPELINE_PLAN, **about)
@@ -229,6 +236,8 @@ def outcomes_of(config_class: type, layouts: Iterable[str]) -> Iterable[Outcome]
             report = verify_subject(tried, name=name, parallel=layout, steps=_STEPS, timeout_s=_SECONDS / 3)
             error, why = report.max_rel_err_grad, "" if report.ok else f"ours: {report.verdict}"
             yield Outcome(name, layout, report.ok, error, why, seconds=time.monotonic() - start, **about)
+        except ConfigError as refusal:
+            yield Outcome(name, layout, False, why=_line(refusal, most=480), refused=True, **about)
         except Exception as failure:
             yield Outcome(name, layout, False, why=f"ours: {_line(failure)}", **about)
 
@@ -237,8 +246,12 @@ def _has_stages(layout: str) -> bool:
     return any(isinstance(strategy, StageStrategy) for strategy in parse_parallel(layout))
 
 
-def _in_stages(subject: TinySubject, spec: ModelSpec) -> tuple[TinySubject, ModelSpec]:
-    """The model as a pipeline may have it: without a loss of its routers, which no single stage has."""
+def _keeps_router_losses(layout: str) -> bool:
+    """False where no rank has all that a router's loss is made of: all layers, and all tokens of a sequence."""
+    return not _has_stages(layout) and not cuts_context(parse_parallel(layout))
+
+
+def _without_router_losses(subject: TinySubject, spec: ModelSpec) -> tuple[TinySubject, ModelSpec]:
     if not getattr(subject.config.get_text_config(), "output_router_logits", False):
         return subject, spec
     config = copy.deepcopy(subject.config)
@@ -277,10 +290,10 @@ def _why_not_built(config_class: type, said: str) -> str:
     return f"ours: no rule fills in what its defaults lack: {reasons[0]}"
 
 
-def _line(error: BaseException) -> str:
+def _line(error: BaseException, *, most: int = 240) -> str:
     """Message of an error in one line: of a traceback the last."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("  ")]
-    return " ".join((lines or [type(error).__name__])[-1].split())[:240]
+    return " ".join((lines or [type(error).__name__])[-1].split())[:most]
 
 
 # ---- the table ---------------------------------------------------------------------------------------------------
@@ -302,7 +315,6 @@ def table(
     by_config: dict[str, dict[str, Outcome]] = {name: {} for name in names}
     for outcome in outcomes:
         by_config.setdefault(outcome.config, {})[outcome.parallel] = outcome
-    exact = {p: sum(p in row and row[p].ok for row in by_config.values()) for p in layouts}
     lines = [
         "# Models of transformers under rotorch",
         "",
@@ -311,19 +323,26 @@ def table(
         f"Every configuration class of transformers {transformers.__version__} that declares a tensor-parallel plan: a",
         "tiny random model of it (few layers, small widths, optional features on), forward and backward in float64",
         "under each layout, against the same model on one process. *Exact* means that loss and gradients of all",
-        "weights agree to 1e-10. The rules that make models tiny (`models/trial/tiny.py`) name no architecture.",
+        "weights agree to 1e-10; *refused*, that the library says before anything runs why the layout cannot hold the",
+        "model; *no*, that it does not run, or is not exact. The rules that make models tiny",
+        "(`models/trial/tiny.py`) name no architecture.",
         "",
         "*Modules* run their own forward on slices of their weights; *weights* go round one by one: embeddings, heads,",
-        "and layers of modules that cannot run on slices (a trial, `models/trial/slices.py`). *Cut* is what these",
-        f"are of all bytes under `{layouts[0]}`: what the plan names, and what is large (`models/rules.py`). The rest",
-        "is whole on every rank, its gradients summed: norms, biases, what is small, towers of images or sound that",
-        "a pass on text does not use. Over shared memory `rtp=2` multiplies with whole weights where they lie;",
-        "`recompute=slice` makes it run on slices. *Commit*: of rotorch's source that a row came of (`+`: changed",
-        "since); `-` in rows of before commits were noted.",
+        "and layers of modules that cannot run on slices (found by a trial, `models/trial/slices.py`). *Cut* is what",
+        f"these are of all bytes under `{layouts[0]}`: weights that the plan names, and large ones",
+        "(`models/rules.py`). The rest is whole on every rank, its gradients summed: norms, biases, small weights,",
+        "towers of images or sound that a pass on text does not use. Over shared memory `rtp=2` multiplies with whole",
+        "weights where they lie; `recompute=slice` makes it run on slices. *Commit*: of rotorch's source that a row",
+        "came of (`+`: changed since), and in brackets the layouts whose results came of another one; `-`: of before",
+        "commits were noted.",
         "",
-        "| layout | exact | of |",
-        "|---|---|---|",
-        *(f"| `{p}` | {exact[p]} | {len(by_config)} |" for p in layouts),
+        "| layout | exact | refused | of |",
+        "|---|---|---|---|",
+        *(
+            f"| `{p}` | {sum(o.ok for o in found)} | {sum(o.refused for o in found)} | {len(by_config)} |"
+            for p in layouts
+            for found in [[row[p] for row in by_config.values() if p in row]]
+        ),
         "",
         *_what_was_not_held(by_config, layouts=layouts, older=older),
         f"| configuration | model | {' | '.join(f'`{p}`' for p in layouts)} | modules | weights | cut | commit |",
@@ -332,17 +351,35 @@ def table(
     reasons: list[str] = []
     for name in sorted(by_config):
         row = by_config[name]
-        first = next(iter(row.values()), Outcome(name, "", False))
+        first = next((row[p] for p in layouts if p in row), Outcome(name, "", False))
         cells = [_cell(row.get(p)) for p in layouts]
         about = f"{first.num_modules} | {first.num_weights} | {first.share_cut:.0%}" if first.model else "| |"
         lines.append(f"| {name} | {first.model} | {' | '.join(cells)} | {about} | {_commits(row.values())} |")
-        for why in dict.fromkeys(o.why for o in row.values() if not o.ok and o.why != NO_PIPELINE_PLAN):
-            where = ", ".join(f"`{o.parallel}`" for o in row.values() if o.why == why)
+        failed = [o for o in row.values() if not o.ok and not o.refused and o.why != NO_PIPELINE_PLAN]
+        for why in dict.fromkeys(o.why for o in failed):
+            where = ", ".join(f"`{o.parallel}`" for o in failed if o.why == why)
             everywhere = len(row) == len(layouts) and all(o.why == why for o in row.values())
             reasons.append(f"- **{name}**{'' if everywhere else f' ({where})'}: {why}".replace("|", "\\|"))
+    lines += _refusals([row[p] for p in layouts for _, row in sorted(by_config.items()) if p in row and row[p].refused])
     if reasons:
         lines += ["", "## Why not", "", *reasons]
     return "\n".join(lines) + "\n"
+
+
+def _refusals(outcomes: Sequence[Outcome]) -> list[str]:
+    """Lines on refusals, those of a layout that say the same of different models together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for o in outcomes:
+        why = o.why.removeprefix("ours: ").replace(o.model or o.config, "the model").replace("|", "\\|")
+        why = re.sub(r"\b[A-Z]\w+Attention\b", "its attention", why)
+        groups.setdefault((o.parallel, why), []).append(o.config)
+    of_layout = {p: [(why, names) for (q, why), names in groups.items() if q == p] for p, _ in groups}
+    lines = ["", "## Refused", "", "Before anything runs, in one line, whose reason holds for so many configurations:"]
+    for layout, found in of_layout.items():
+        lines += ["", f"### `{layout}`", ""]
+        found.sort(key=lambda group: -len(group[1]))
+        lines += [f"- **{len(names)}**: {why}. {', '.join(names)}." for why, names in found]
+    return lines if groups else []
 
 
 def _what_was_not_held(
@@ -350,14 +387,22 @@ def _what_was_not_held(
 ) -> list[str]:
     """Lines on models that some columns say nothing of."""
     lines: list[str] = []
+    without_routers = [f"`{layout}`" for layout in layouts if not _keeps_router_losses(layout)]
+    if without_routers:
+        lines.append(
+            f"Losses of routers (`output_router_logits`) are off under {' and '.join(without_routers)}, where no rank "
+            "has all layers, or all tokens."
+        )
     for layout in layouts:
+        if cuts_context(parse_parallel(layout)):
+            lines.append(
+                f"Under `{layout}` ranks share sequences of {_SHARED_TOKENS} tokens, in uneven parts that are longer "
+                "than the windows and chunks of these models."
+            )
         without_plan = sum(o.why == NO_PIPELINE_PLAN for row in by_config.values() if (o := row.get(layout)))
         not_run = sum(layout not in row for row in by_config.values())
         if without_plan:
-            lines.append(
-                f"`{layout}`: {without_plan} configurations have no pipeline plan (*no plan*). Losses of routers "
-                "(`output_router_logits`) are off under it, since no stage has all routers."
-            )
+            lines.append(f"`{layout}`: {without_plan} configurations have no pipeline plan (*no plan*).")
         if not_run:
             lines.append(f"**`{layout}` was not run for {not_run} of {len(by_config)} configurations (*not run*).**")
     if older:
@@ -366,8 +411,17 @@ def _what_was_not_held(
 
 
 def _commits(outcomes: Iterable[Outcome]) -> str:
-    """Commits of a row's outcomes, each once."""
-    return ", ".join(sorted({f"{o.commit[:10]}{'+' * o.commit.endswith('+')}" if o.commit else "-" for o in outcomes}))
+    """Commits of a row's outcomes: that of most layouts, then each other one with its layouts."""
+    layouts: dict[str, list[str]] = {}
+    for o in outcomes:
+        commit = f"{o.commit[:10]}{'+' * o.commit.endswith('+')}" if o.commit else "-"
+        layouts.setdefault(commit, []).append(f"`{o.parallel}`")
+    first, *others = sorted(layouts.items(), key=lambda item: -len(item[1])) or [("", [])]
+    return ", ".join([first[0], *(f"{commit} ({', '.join(of)})" for commit, of in others)])
+
+
+def _in_words(outcome: Outcome) -> str:
+    return "exact" if outcome.ok else f"{'refused' if outcome.refused else 'NOT'}: {outcome.why}"
 
 
 def _cell(outcome: Outcome | None) -> str:
@@ -375,4 +429,4 @@ def _cell(outcome: Outcome | None) -> str:
         return "not run"
     if outcome.why == NO_PIPELINE_PLAN:
         return "no plan"
-    return "exact" if outcome.ok else "no"
+    return "exact" if outcome.ok else "refused" if outcome.refused else "no"
