@@ -466,8 +466,7 @@ def zoo(
     )
     for layout in layouts:
         mine = [o for o in outcomes if o.parallel == layout]
-        refused = sum(o.refused for o in mine)
-        print(f"{layout}: {sum(o.ok for o in mine)} of {len(mine)} exact{f', {refused} refused' if refused else ''}")
+        print(f"{layout}: {sum(o.ok for o in mine)} of {len(mine)} exact, {sum(o.refused for o in mine)} refused")
     if out is not None:
         every = [config_class.__name__ for config_class in configurations()]
         out.write_text(table(outcomes, layouts=layouts, names=every, older=older), "utf-8")
