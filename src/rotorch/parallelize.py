@@ -166,6 +166,12 @@ def parallelize(
         position = flat_position(strategy.axes, positions)
         parts.append(strategy.part_of(parts[-1], position=position))
     sharded: ShardedModel | None = None
+
+    def before_waiting() -> None:
+        assert sharded is not None
+        sharded.make_deferred_additions()
+
+    sequence = share_sequences(module, strategies, mesh=mesh, before_waiting=before_waiting, device=on)
     sites = find_sites(module)
     for number, strategy in reversed(list(enumerate(strategies))):
         is_shared = number > 0 and strategies[number - 1].shares_inside
@@ -185,6 +191,7 @@ def parallelize(
                 inside=mesh[tuple(chain(*axes_of[number:]))],
                 within=strategies[number + 1] if strategy.holds_inside and number + 1 < len(strategies) else None,
                 around=mesh[tuple(chain(*axes_of[number - 1 : number + 1]))] if is_shared else None,
+                computed_again=None if sequence is None else sequence.of_pass,
             )
         )
     if sharded is None:
@@ -195,7 +202,6 @@ def parallelize(
                 buffer_holder._buffers[name] = buffer.to(on)
     if on.type == "cpu":
         let_computing_go_first()  # now that the groups of a step are there
-    sequence = share_sequences(module, strategies, mesh=mesh, sharded=sharded, device=on)
     model = ParallelModel(
         module,
         sharded=sharded,

@@ -44,7 +44,12 @@ THREE_DIMS = {
 }
 """Of stages whose ranks share slices of another strategy; their invariants are among the slow ones."""
 
-SHARED_SEQUENCES = {("rtp=2[context=2]", "qwen3"), ("fsdp=2[context=2]", "llama")}
+SHARED_SEQUENCES = {
+    ("rtp=2[context=2]", "qwen3"),
+    ("fsdp=2[context=2]", "llama"),
+    ("rtp=2[context=2,exchange=heads]", "llama"),
+    ("pp=2,rtp=2[context=2]", "qwen3"),
+}
 """Of sequences that ranks share; tests/strategies/test_context.py has more models, sizes and transports."""
 
 WHOLE_UNITS = {

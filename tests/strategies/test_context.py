@@ -4,51 +4,32 @@ import re
 
 import pytest
 import torch
+from context_models import MODELS, TINY, module_of, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 from small_configs import SIZES, config_of
 
 import rotorch
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.shared_context import KeysAndValues, key_value_transfers
 from rotorch.core.spec import Combine, Unit, UnitKind
 from rotorch.core.traffic import Kind, MicroBatch, Phase
-from rotorch.core.zigzag import KeyExchange, seen_by, zigzag
+from rotorch.core.zigzag import HeadExchange, KeyExchange, seen_by, zigzag
 from rotorch.drop_in.plain_loops import check_plain_loop
 from rotorch.models import describe as describing
 from rotorch.models.describe import describe
-from rotorch.models.hf import causal_lm, load_config
+from rotorch.models.hf import causal_lm
 from rotorch.models.shared_sequence import blocks_of
 from rotorch.models.trial.shared_sequence import try_shared
 from rotorch.strategies import batch_ranks, context_ranks, format_parallel, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.batches import global_batch
 from rotorch.testing.compare import relative_error
-from rotorch.testing.fake import as_rank
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.subjects import CausalLM, compute_exactly
-from rotorch.testing.traffic import sent_and_said
 from rotorch.testing.verify import BAR, verify_subject
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-TINY = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 8}
-MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-MODELS = {
-    "llama": {},
-    "qwen3": {"head_dim": 8},  # norms of heads
-    "mistral": {"sliding_window": 5},
-    "gemma3_text": {"head_dim": 8, **MIXED},
-    "gemma2": {"head_dim": 8, **MIXED},  # soft caps
-    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **MIXED},  # sinks
-    "cohere2": {"head_dim": 8, **MIXED},  # layers without positions
-    "phi3": {},  # heads fused in one matrix
-}
-
-
-def tiny_config(kind, **more):
-    return config_of(kind, **TINY, **MODELS.get(kind, {}), **more)
-
 
 # ---- the text, and who has what ------------------------------------------------------------------------------------
 
@@ -74,7 +55,7 @@ def test_ranks_that_share_a_sequence_have_one_share_of_the_batch(layout, shares,
         ("rtp=4[context=3]", "context=3 does not divide rtp=4"),
         ("fsdp=2[context=4]", "Write context=2"),
         ("tsp=4[context=2]", "Write rtp=4[context=..]"),
-        ("pp=2,rtp=2[context=2]", "Leave context out, or write ddp=..,rtp=..[context=..]"),
+        ("tsp=2[exchange=ring]", "exchange"),
         ("megatron=2[context=2]", "megatron has no option 'context'"),
     ],
 )
@@ -123,6 +104,48 @@ def test_every_rank_gets_the_keys_that_its_tokens_see_and_no_others(num_tokens, 
                 seen = seen_by(block, window=window)
                 assert keys[part.offset(seen) :][: seen.length] == list(range(seen.start, seen.stop))
     assert sum(part.num_sent for part in parts) == sum(part.num_received for part in parts)
+
+
+@given(num_tokens=st.integers(4, 60), num_ranks=st.integers(1, 4), num_sets=st.integers(4, 9))
+def test_every_rank_gets_all_tokens_of_its_heads_and_they_find_their_way_back(num_tokens, num_ranks, num_sets):
+    """Numbered by set and token. Back at home they are where they were."""
+    parts = [HeadExchange(num_tokens, num_ranks, rank, num_sets).moves for rank in range(num_ranks)]
+    own = [
+        {(s, place): (s, token) for s in range(num_sets) for place, token in enumerate(tokens_of(chunks))}
+        for chunks in zigzag(num_tokens, num_ranks=num_ranks)
+    ]
+
+    def moved(moves, given):
+        return [
+            {
+                there: given[source][here]
+                for source in range(num_ranks)
+                for here, there in zip(
+                    places_of(moves[source].sends[rank]), places_of(moves[rank].receives[source]), strict=True
+                )
+            }
+            for rank in range(num_ranks)
+        ]
+
+    dealt = moved(parts, own)
+    assert [set(each) for each in dealt] == [
+        {(s, token) for s in range(moves.num_made[0]) for token in range(num_tokens)} for moves in parts
+    ]
+    assert all(found[1] == place[1] for each in dealt for place, found in each.items())  # tokens in order
+    assert sorted(found for each in dealt for found in each.values()) == [
+        (s, token) for s in range(num_sets) for token in range(num_tokens)
+    ]
+    assert moved([moves.back for moves in parts], dealt) == own
+    assert sum(moves.sent for moves in parts) == sum(moves.received for moves in parts)
+
+
+def tokens_of(chunks):
+    return [token for chunk in chunks for token in range(chunk.start, chunk.stop)]
+
+
+def places_of(part):
+    """Heads and tokens of a part, in the order in which a message has them."""
+    return [(head, token) for token in tokens_of(part.tokens) for head in tokens_of([part.heads])]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -186,6 +209,14 @@ def test_keys_go_out_in_forward_and_gradients_come_back():
         pytest.param("ddp=2,fsdp=2[context=2]", "llama", marks=pytest.mark.slow),
         pytest.param("tsp=2[recompute=all_but_attention,transport=send_receive]", "cohere2", marks=pytest.mark.slow),
         pytest.param("tsp=2[recompute=none]", "mistral", marks=pytest.mark.slow),
+        ("tsp=2[exchange=heads]", "gemma3_text"),  # two heads of keys
+        pytest.param("tsp=4[exchange=heads]", "qwen3", marks=pytest.mark.slow),
+        ("fsdp=4[context=4,exchange=heads]", "mistral"),  # fewer heads of keys than ranks
+        ("rtp=4[context=2,exchange=heads,transport=send_receive,recompute=slice]", "cohere2"),
+        ("fsdp=2[context=2,exchange=heads,recompute=block]", "gemma2"),  # by the model's own code
+        ("pp=2,tsp=2", "gemma3_text"),
+        ("pp=2,fsdp=2[context=2,recompute=block]", "mistral"),
+        pytest.param("pp=2[schedule=zb_h1],rtp=2[context=2,exchange=heads]", "cohere2", marks=pytest.mark.slow),
         *(
             pytest.param(f"tsp={n}", model, marks=pytest.mark.slow)
             for n in (2, 3, 4)
@@ -204,13 +235,6 @@ def test_is_exact(layout, model):
     )
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
     assert report.num_modules_compared > 12
-
-
-def module_of(config):
-    """In float64, the same in every process."""
-    config.use_cache = False
-    torch.manual_seed(0)
-    return causal_lm(config).double().train()
 
 
 def gradients_on(shares, config, layout):
@@ -244,13 +268,20 @@ def padded_batches():
 
 
 @pytest.mark.parametrize(
-    "model", ["mistral", pytest.param("gpt_oss", marks=pytest.mark.slow)]
-)  # by sdpa, and by the model's own code
-def test_padding_and_micro_batches_of_other_lengths(model):
+    ("model", "layout"),
+    [
+        ("mistral", "rtp=4[context=2]"),
+        pytest.param("gpt_oss", "rtp=4[context=2]", marks=pytest.mark.slow),  # by the model's own code
+        ("gemma3_text", "fsdp=4[context=2,exchange=heads]"),
+        # Backward computes a layer again behind forwards of micro-batches with another length and other padding.
+        ("mistral", "pp=2,fsdp=2[context=2,recompute=block]"),
+    ],
+)
+def test_padding_and_micro_batches_of_other_lengths(model, layout):
     config = tiny_config(model)
     compute_exactly(config)
-    shares = padded_batches()
-    results = run_ranks(gradients_on, shares, config, "rtp=4[context=2]", num_ranks=4)
+    shares = padded_batches()[: batch_ranks(parse_parallel(layout))]
+    results = run_ranks(gradients_on, shares, config, layout, num_ranks=4)
     micro_batches = [batch for share in shares for batch in share]
     num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
     expected = 0.0
@@ -269,7 +300,10 @@ def test_padding_and_micro_batches_of_other_lengths(model):
             assert float((gradients[name] - parameter.grad).abs().max()) <= BAR * scale, name
 
 
-@pytest.mark.parametrize(("model", "layout"), [("gemma3_text", "tsp=2"), ("gpt_oss", "fsdp=2[context=2]")])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("gemma3_text", "tsp=2"), ("gpt_oss", "fsdp=2[context=2]"), ("mistral", "tsp=2[exchange=heads]")],
+)
 def test_documents_of_a_row_stay_apart(model, layout):
     """Their borders lie elsewhere in each row, within chunks and between them, also between this rank's two."""
     config = tiny_config(model)
@@ -298,61 +332,51 @@ def test_documents_of_a_row_stay_apart(model, layout):
             assert float((gradients[name] - parameter.grad).abs().max()) <= BAR * scale, name
 
 
-# ---- what it sends -------------------------------------------------------------------------------------------------
+def with_a_checkpoint_of_its_own(config):
+    module = module_of(config)
+    name = "activation" if hasattr(module, "activation_checkpointing_enable") else "gradient"  # before v6
+    getattr(module, f"{name}_checkpointing_enable")({"use_reentrant": False})
+    model = rotorch.parallelize(module, "pp=2,tsp=2", device="cpu")
+    ids = torch.arange(16).view(1, -1)
+    model.forward_backward([{"input_ids": ids, "labels": ids}] * 2)
+
+
+def test_a_checkpoint_that_would_see_another_micro_batch_is_refused():
+    with pytest.raises(RankFailure, match="Leave gradient checkpointing out, and write recompute=block"):
+        run_ranks(with_a_checkpoint_of_its_own, tiny_config("llama"), num_ranks=4)
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_tokens"),
+    ("model", "layout", "said"),
     [
-        ("tsp=2[transport=send_receive]", 8),
-        ("rtp=4[context=2,transport=send_receive]", 10),
-        ("tsp=4[transport=send_receive]", 9),
-        ("fsdp=4[context=4]", 13),
-        ("fsdp=2[context=2,recompute=block]", 8),
+        ("llama", "fsdp=2[exchange=heads]", "says what ranks that share a sequence exchange, and none do. Write"),
+        (
+            "llama",
+            "tsp=3[exchange=heads]",
+            "8 heads, with 2 of keys and values, cannot be dealt to 3 ranks. Write",
+        ),
+        (
+            "gemma2",
+            "fsdp=4[context=4,exchange=heads]",
+            "its own code has an attention of whole groups. Write exchange",
+        ),
+        (
+            "gpt_oss",
+            "tsp=2[exchange=heads]",
+            "gives each rank some heads of an attention, and GptOssForCausalLM can",
+        ),
     ],
 )
-def test_bytes_of_keys_and_values_are_the_formulas_to_the_byte(tiny, layout, num_tokens):
-    """Weights and keys apart: one process as one of the ranks."""
-    config = load_config(tiny("llama"))
+def test_heads_that_cannot_be_exchanged_are_refused(model, layout, said):
+    """Sinks are numbers of a head: with some heads they would be others'."""
     with rotorch.on_meta():
-        module = causal_lm(config).train()
+        spec = describe(causal_lm(tiny_config(model)), context=True)
     (strategy,) = parse_parallel(layout)
-    batch = global_batch(
-        seed=0, step=0, num_shares=1, num_micro_batches=1, num_rows=2, num_tokens=num_tokens,
-        vocab_size=config.vocab_size,
-    )  # fmt: skip
-    with as_rank(1, num_ranks=strategy.num_ranks):
-        sent, expected = sent_and_said(module, layout, batch=batch)
-    assert sent == expected
-    per_token = 2 * 4 * 2 * config.num_key_value_heads * config.head_dim  # rows, bytes, keys and values
-    part = KeyExchange(num_tokens, strategy.context, 1 % strategy.context)
-    forwards = 2 if "block" in layout else 1
-    with rotorch.on_meta():
-        spec = strategy.units_of(describe(causal_lm(config), context=True))
-    micro_batch = MicroBatch(2, num_tokens)
-    moved = [t for unit in spec.units for t in strategy.activation_transfers(unit, batch=micro_batch, position=1)]
-    of_keys = per_token * config.num_hidden_layers * (forwards * part.num_sent + part.num_received)
-    assert sum(t.sent_bytes for t in moved) == of_keys > 0
-    if strategy.kind == "fsdp":  # whose weights are gathered: messages are keys
-        assert sent[Kind.SEND] == of_keys
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        strategy.check(spec)
 
 
-@pytest.mark.parametrize("model", ["mistral", "gemma3_text", "gpt_oss"])
-def test_bytes_of_keys_within_windows(model):
-    """The Layout knows the window of each layer; long sequences send no more than short ones where all have one."""
-    config, sent = tiny_config(model), {}
-    for num_tokens in (24, 48):
-        batch = global_batch(
-            seed=0, step=0, num_shares=1, num_micro_batches=1, num_rows=2, num_tokens=num_tokens, vocab_size=96
-        )
-        with rotorch.on_meta():
-            module = causal_lm(config).train()
-        with as_rank(0, num_ranks=2):
-            found, expected = sent_and_said(module, "fsdp=2[context=2]", batch=batch)
-        assert found == expected
-        sent[num_tokens] = found[Kind.SEND]
-    assert (sent[48] == sent[24]) == (model == "mistral")
-
+# ---- what is refused -----------------------------------------------------------------------------------------------
 
 LONG_ROPE = {
     "rope_parameters": {
@@ -366,8 +390,6 @@ LONG_ROPE = {
     "num_attention_heads": 4,
 }
 """Angles are others where the last position of what is computed lies behind a limit."""
-
-# ---- what is refused -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -509,39 +531,3 @@ def test_passes_in_bfloat16(options):
     for found, of_gradients in run_ranks(in_bfloat16, config, options, num_ranks=2):
         assert found == pytest.approx(loss, rel=1e-2) and of_gradients == pytest.approx(norm, rel=5e-2)
         assert found != loss
-
-
-# ---- what a rank keeps ---------------------------------------------------------------------------------------------
-
-LONG = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
-
-
-def kept_by(model, layout, num_tokens):
-    """Bytes that autograd keeps of a step's forward, each storage once, without weights."""
-    with rotorch.on_meta():
-        config = config_of(model, **TINY | MODELS[model] | LONG, use_cache=False)
-        module = causal_lm(config).train()
-    parallel = rotorch.parallelize(module, layout, device="cpu").materialize(seed=0)
-    ids = torch.arange(num_tokens).view(1, -1) % 96
-    weights = {held.local.untyped_storage().data_ptr() for held in parallel.weights.values()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = tensor  # alive, so that no other takes its place
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        parallel.forward_backward({"input_ids": ids, "labels": ids})
-    parallel.close()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
-def test_a_rank_keeps_as_much_of_four_times_as_many_tokens_but_for_their_keys():
-    """Neither masks nor scores, which grow with the square of the length."""
-    num_tokens = 256
-    alone = run_ranks(kept_by, "llama", "rtp=4", num_tokens, num_ranks=4)
-    shared = run_ranks(kept_by, "llama", "tsp=4", 4 * num_tokens, num_ranks=4)
-    of_keys = 2 * 2 * 16 * SIZES["num_hidden_layers"] * 4 * num_tokens * 4
-    assert max(shared) <= 1.08 * max(alone) + of_keys

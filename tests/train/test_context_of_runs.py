@@ -19,9 +19,15 @@ def recorded(directory):
 
 def test_a_run_is_the_same_and_goes_on_under_another_layout(run_toml, tmp_path):
     """Samples of 15 tokens: ranks have 8 and 7. Also its evaluations; half-way another layout takes over."""
-    common = ["data.sequence_length=15", "train.global_batch=2", "train.eval_every=3", "train.checkpoint_every=3"]
+    common = [
+        "model.config.num_hidden_layers=2",
+        "data.sequence_length=15",
+        "train.global_batch=2",
+        "train.eval_every=3",
+        "train.checkpoint_every=3",
+    ]
     evaluated = {}
-    for layout in ("single", "tsp=2", "fsdp=2[context=2]"):
+    for layout in ("single", "tsp=2", "fsdp=2[context=2]", "pp=2,tsp=2[exchange=heads]"):
         summary = tmp_path / f"{layout}.json"
         done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", layout, *common,
                        f"train.out={tmp_path / layout}", "--json", summary)  # fmt: skip
@@ -31,7 +37,7 @@ def test_a_run_is_the_same_and_goes_on_under_another_layout(run_toml, tmp_path):
         ]
     losses, tokens = recorded(tmp_path / "single")
     assert losses[-1] < losses[0]
-    for layout in ("tsp=2", "fsdp=2[context=2]"):
+    for layout in list(evaluated)[1:]:
         found, counted = recorded(tmp_path / layout)
         assert found == pytest.approx(losses, rel=1e-5) and counted == tokens, layout
         assert evaluated[layout] == pytest.approx(evaluated["single"], rel=1e-5) and len(evaluated[layout]) >= 2

@@ -1,6 +1,7 @@
-"""Traffic of ranks that share a sequence: keys and values of every attention, and their gradients.
+"""Traffic of ranks that share a sequence: what they exchange in every attention, and the gradients.
 
-A strategy with an option `context` names it in `context_axes` and takes its transfers and its refusals from here.
+A strategy with the options `context` and `exchange` names the first in `context_axes` and takes its transfers and its
+refusals from here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
-from rotorch.core.zigzag import KeyExchange
+from rotorch.core.zigzag import HeadExchange, KeyExchange, num_head_sets
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,35 @@ class KeysAndValues:
     Attributes:
         width: features of its keys and its values together, per token.
         window: tokens that a token attends to; None: all before it.
+        heads: of queries.
+        key_heads: of keys and values.
+        query_width: features of its queries, of all heads.
+        output_width: features of its output, of all heads.
+        repeats: it takes any number of query heads per head of keys.
     """
 
     width: int
     window: int | None = None
+    heads: int = 1
+    key_heads: int = 1
+    query_width: int = 0
+    output_width: int = 0
+    repeats: bool = True
+
+    def num_sets(self, num_ranks: int) -> int:
+        """Sets of heads that are dealt to so many ranks. Raises `ConfigError` if that cannot be."""
+        return num_head_sets(heads=self.heads, key_heads=self.key_heads, num_ranks=num_ranks, repeats=self.repeats)
 
 
 def key_value_transfers(
-    unit: Unit, *, batch: MicroBatch, num_ranks: int, axis: str, position: int, num_forwards: int = 1
+    unit: Unit,
+    *,
+    batch: MicroBatch,
+    num_ranks: int,
+    axis: str,
+    position: int,
+    num_forwards: int = 1,
+    by_heads: bool = False,
 ) -> tuple[Transfer, ...]:
     """Transfers of one micro-batch for the attention that begins with `unit`; none for other units.
 
@@ -38,20 +60,30 @@ def key_value_transfers(
         axis: of the mesh.
         position: of the rank on it.
         num_forwards: 2 if backward runs the attention's forward again.
+        by_heads: heads are exchanged, not keys and values.
     """
     note = unit.note(KeysAndValues)
     if note is None or num_ranks == 1:
         return ()
-    exchange = KeyExchange(batch.num_tokens, num_ranks, position % num_ranks, note.window)
-    per_token = batch.num_rows * note.width * batch.itemsize
+    rank, size = position % num_ranks, batch.num_rows * batch.itemsize
 
-    def sent(num_tokens: int, phase: Phase) -> Transfer:
-        return Transfer(Kind.SEND, axis, phase, num_tokens * per_token, num_tokens * per_token, num_ranks - 1)
+    def sent(numbers: int, phase: Phase) -> Transfer:
+        return Transfer(Kind.SEND, axis, phase, numbers * size, numbers * size, num_ranks - 1)
 
+    if not by_heads:
+        keys = KeyExchange(batch.num_tokens, num_ranks, rank, note.window)
+        forward, backward = [keys.num_sent * note.width], [keys.num_received * note.width]
+    else:
+        sets = note.num_sets(num_ranks)
+        moves = HeadExchange(batch.num_tokens, num_ranks, rank, sets).moves
+        given = note.query_width // sets + note.width // note.key_heads  # of a set, per token
+        came = note.output_width // sets
+        forward = [moves.sent * given, moves.received * came]
+        backward = [moves.sent * came, moves.received * given]
     return (
-        sent(exchange.num_sent, Phase.FORWARD),
-        *(sent(exchange.num_sent, Phase.BACKWARD) for _ in range(num_forwards - 1)),
-        sent(exchange.num_received, Phase.BACKWARD),
+        *(sent(numbers, Phase.FORWARD) for numbers in forward),
+        *(sent(numbers, Phase.BACKWARD) for numbers in forward * (num_forwards - 1)),
+        *(sent(numbers, Phase.BACKWARD) for numbers in backward),
     )
 
 
@@ -65,10 +97,26 @@ def check_divides(*, size: int, context: int, kind: str) -> None:
         )
 
 
-def check_shares(spec: ModelSpec, *, context: int, kind: str) -> None:
-    """Raises `ConfigError` for a model whose sequences cannot be shared."""
-    if context > 1 and spec.sequences_stay_whole:
+def check_shares(spec: ModelSpec, *, context: int, exchange: str, kind: str) -> None:
+    """Raises `ConfigError` for a model whose sequences cannot be shared, or whose heads cannot be exchanged."""
+    if context == 1:
+        if exchange != "gather":
+            raise ConfigError(
+                f"{kind}: exchange={exchange} says what ranks that share a sequence exchange, and none do. Write "
+                "context=.. with it, or leave it out"
+            )
+        return
+    if spec.sequences_stay_whole:
         raise ConfigError(
             f"{kind}: context={context} gives each rank a part of a sequence, and {spec.name} cannot be computed so: "
             f"{spec.sequences_stay_whole}. Leave context out"
         )
+    if exchange == "heads":
+        if spec.heads_stay_together:
+            raise ConfigError(
+                f"{kind}: exchange=heads gives each rank some heads of an attention, and {spec.name} cannot be "
+                f"computed so: {spec.heads_stay_together}. Write exchange=gather"
+            )
+        for unit in spec.units:
+            if (note := unit.note(KeysAndValues)) is not None:
+                note.num_sets(context)

@@ -319,6 +319,7 @@ class ModelSpec:
         tokens_stay_whole: the same for the tokens of a sequence, between the modules of its layers; "" also if that was
             not asked for.
         sequences_stay_whole: the same for sequences of which each rank has a part from the embedding to the loss.
+        heads_stay_together: the same for attentions of which each rank then computes some heads.
         order: the layers between which it may be cut into pipeline stages.
         blocks: names of its repeated modules, also of those that cannot be stages; none if it has no list of modules.
     """
@@ -333,6 +334,7 @@ class ModelSpec:
     features_stay_whole: str = ""
     tokens_stay_whole: str = ""
     sequences_stay_whole: str = ""
+    heads_stay_together: str = ""
     order: LayerOrder = NO_ORDER
     blocks: tuple[str, ...] = ()
 

@@ -81,6 +81,11 @@ class Strategy(BaseModel, ABC):
         """Batch axes along which neighbours see different tokens of one batch, with the number that share one."""
         return {}
 
+    @property
+    def exchanges_heads(self) -> bool:
+        """True if these neighbours exchange heads of attentions, not keys and values: if `exchange` is "heads"."""
+        return bool(getattr(self, "exchange", "gather") == "heads")
+
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         """Bytes of `unit` on the rank at `position` of this strategy's axes."""

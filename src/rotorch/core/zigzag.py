@@ -1,7 +1,10 @@
-"""Sequences that ranks share: the chunks of each rank, and the tokens of others whose keys and values it needs.
+"""Sequences that ranks share: the chunks of each rank, and what it gets of others for its attentions.
 
 Each rank has one chunk from the front and one from the back: rank r of c has chunks r and 2c-1-r. A token attends to
 those before it, so the chunks of a rank together have as much to do as those of every other.
+
+In an attention a rank gets the keys and values that its own tokens attend to (`KeyExchange`), or all tokens of some
+heads, in place of some tokens of all heads (`HeadExchange`; DeepSpeed-Ulysses, arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from rotorch.core.errors import ConfigError
+from rotorch.core.redistribution import Part, Redistribution
 from rotorch.core.spec import Range
 
 
@@ -87,20 +92,83 @@ class KeyExchange:
         common = _common(self.other(source).chunks, self.needed)
         return tuple(Range(_offset(each, self.needed), each.length) for each in common)
 
-    @property
-    def others(self) -> tuple[int, ...]:
-        """The other ranks."""
-        return tuple(rank for rank in range(self.num_ranks) if rank != self.rank)
+    def moves(self, *, num_heads: int) -> Redistribution:
+        """Of keys and values of so many heads: from those of this rank's tokens to those that it needs."""
+        heads, ranks = Range(0, num_heads), range(self.num_ranks)
+        return Redistribution(
+            self.rank,
+            sends=tuple(Part(heads, self.sends(to)) for to in ranks),
+            receives=tuple(Part(heads, self.receives(source)) for source in ranks),
+            num_heads=num_heads,
+            num_tokens=sum(chunk.length for chunk in self.chunks),
+            overlap=True,
+        )
 
     @property
     def num_sent(self) -> int:
         """Tokens whose keys this rank sends, once per rank that needs them."""
-        return sum(each.length for to in self.others for each in self.sends(to))
+        return self.moves(num_heads=1).sent
 
     @property
     def num_received(self) -> int:
         """Tokens whose keys it gets from others, and whose gradients it sends back."""
-        return sum(each.length for source in self.others for each in self.receives(source))
+        return self.moves(num_heads=1).received
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """One rank's part in the exchange of heads: every rank gets all tokens of some, in place of its own of all.
+
+    Attributes:
+        num_tokens: of the sequence.
+        num_ranks: of those that share it.
+        rank: this rank's number among them.
+        num_sets: of heads that are dealt to ranks: query heads with the keys and values that they share. Of uneven
+            numbers the first ranks get one more.
+    """
+
+    num_tokens: int
+    num_ranks: int
+    rank: int
+    num_sets: int
+
+    @property
+    def moves(self) -> Redistribution:
+        """From all sets of this rank's tokens to all tokens of its sets."""
+        chunks = zigzag(self.num_tokens, num_ranks=self.num_ranks)
+        each, rest = divmod(self.num_sets, self.num_ranks)
+        sets = [Range(i * each + min(i, rest), each + (i < rest)) for i in range(self.num_ranks)]
+        first, second = chunks[self.rank]
+        mine = (Range(0, first.length), Range(first.length, second.length))
+        return Redistribution(
+            self.rank,
+            sends=tuple(Part(theirs, mine) for theirs in sets),
+            receives=tuple(Part(Range(0, sets[self.rank].length), theirs) for theirs in chunks),
+            num_heads=self.num_sets,
+            num_tokens=first.length + second.length,
+        )
+
+
+def num_head_sets(*, heads: int, key_heads: int, num_ranks: int, repeats: bool) -> int:
+    """Sets of heads for `HeadExchange`: one per head of keys, or one per rank where these are fewer.
+
+    Args:
+        heads: of queries.
+        key_heads: of keys and values.
+        num_ranks: of those that share a sequence.
+        repeats: the attention takes any number of query heads per head of keys.
+
+    Raises:
+        ConfigError: ranks would share a query head, or hold a part of those that share keys.
+    """
+    if key_heads >= num_ranks:
+        return key_heads
+    if num_ranks % key_heads == 0 and heads % num_ranks == 0 and repeats:
+        return num_ranks
+    why = f"{heads} heads, with {key_heads} of keys and values, cannot be dealt to {num_ranks} ranks"
+    if not repeats:
+        why += ", since its own code has an attention of whole groups"
+    raise ConfigError(f"exchange=heads: {why}. Write exchange=gather, or context={key_heads} or less")
 
 
 def _common(these: tuple[Range, ...], those: tuple[Range, ...]) -> list[Range]:

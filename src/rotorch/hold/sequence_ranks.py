@@ -1,23 +1,28 @@
-"""The ranks that share sequences, and their exchange of keys and values."""
+"""The ranks that share sequences, and their exchange of keys and values, or of heads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.axis_group import AxisGroup
+from rotorch.core.redistribution import Redistribution
 from rotorch.core.strategy import Strategy
-from rotorch.core.zigzag import KeyExchange
-from rotorch.hold.sharded_model import ShardedModel
 from rotorch.models.shared_sequence import SharedSequence
-from rotorch.ops.fetch_keys import fetch_keys
+from rotorch.ops.redistribute import redistribute
+from rotorch.pipelining.stage_strategy import StageStrategy
 
 
 def share_sequences(
-    module: nn.Module, strategies: Sequence[Strategy], *, mesh: DeviceMesh, sharded: ShardedModel, device: torch.device
+    module: nn.Module,
+    strategies: Sequence[Strategy],
+    *,
+    mesh: DeviceMesh,
+    before_waiting: Callable[[], None],
+    device: torch.device,
 ) -> SharedSequence | None:
     """Makes this rank's part in computing sequences; None if every rank has whole ones. All ranks of the job.
 
@@ -25,18 +30,24 @@ def share_sequences(
         module: the model.
         strategies: of its layout; at most one of them shares sequences.
         mesh: of all ranks.
-        sharded: of the outermost strategy.
+        before_waiting: called before this rank waits for others (see `redistribute`).
         device: of this rank.
     """
-    axes = [(axis, size) for strategy in strategies for axis, size in strategy.context_axes.items()]
-    if not axes:
+    sharing = next((strategy for strategy in strategies if strategy.context_axes), None)
+    if sharing is None:
         return None
-    ((axis, num_ranks),) = axes
+    ((axis, num_ranks),) = sharing.context_axes.items()
     axis_group = AxisGroup.of_neighbours(mesh, axis, num_ranks, device=device)
 
-    def fetch(x: Tensor, exchange: KeyExchange) -> Tensor:
-        return fetch_keys(x, exchange=exchange, axis_group=axis_group, before_waiting=sharded.make_deferred_additions)
+    def exchange(x: Tensor, moves: Redistribution) -> Tensor:
+        return redistribute(x, moves=moves, axis_group=axis_group, before_waiting=before_waiting)
 
     return SharedSequence(
-        module, rank=axis_group.position, num_ranks=num_ranks, fetch=fetch, all_equal=axis_group.all_equal
+        module,
+        rank=axis_group.position,
+        num_ranks=num_ranks,
+        exchange=exchange,
+        by_heads=sharing.exchanges_heads,
+        all_equal=axis_group.all_equal,
+        interleaved=any(isinstance(strategy, StageStrategy) for strategy in strategies),
     )

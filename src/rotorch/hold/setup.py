@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rotorch.core.spec import ModelSpec
 from rotorch.hold.gathered_layers import shared_in_rows
 from rotorch.hold.sharded_model import ShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
-from rotorch.models.blocks import recompute_blocks
+from rotorch.models.blocks import Contexts, recompute_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.shard.sites import Site
 
@@ -36,6 +36,8 @@ class Setup:
         inner: the sharded model of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
         within: the strategy right inside of this one, if this one holds the model for both (`Strategy.holds_inside`).
+        computed_again: called in forward; makes contexts in which backward runs layers again, as they run now; None
+            where that needs nothing.
         around: the axis of ranks that share this strategy's shards (`fsdp` around it), and its own axes behind that;
             None if no ranks do.
     """
@@ -52,6 +54,7 @@ class Setup:
     inside: DeviceMesh | None = None
     within: Any = None
     around: DeviceMesh | None = None
+    computed_again: Callable[[], Contexts] | None = None
 
     def shards(
         self, placements: Sequence[ShardPlacement], *, memory: Memory | None = None, mesh: DeviceMesh | None = None
@@ -89,4 +92,4 @@ class Setup:
         if self.compiled:
             compile_blocks(self.module)
         if self.strategy.recomputes_layers:
-            recompute_blocks(self.module, strategy=self.strategy.kind)
+            recompute_blocks(self.module, strategy=self.strategy.kind, contexts=self.computed_again)

@@ -1,4 +1,4 @@
-"""Sequences that ranks share: the part of a batch that a rank computes, and attention over keys of all its ranks.
+"""Sequences that ranks share: the part of a batch that a rank computes, and attention over tokens of all its ranks.
 
 [Note: attention over ranks]
     Each rank has some tokens of a sequence (`core/zigzag.py`), under their own positions, and all of its model's code
@@ -6,15 +6,22 @@
     in transformers' `AttentionInterface`, under a name that the model's configurations then have: it gets keys and
     values of the tokens that this rank's attend to, as they are (those of grouped heads once), and calls the attention
     that the model has without us, block by block of this rank's tokens, with a mask made from positions. So scales,
-    soft caps and sinks are the model's own. Transformers makes no masks for a name that its table of masks does not
-    have.
+    soft caps and sinks are the model's own. Or (`by_heads`) it gets all tokens of some heads, calls the attention in
+    the same way, and gives the outputs of all tokens back. Transformers makes no masks for a name that its table of
+    masks does not have.
 
     Outside of passes everything is as it was: trials on tiny models, and calls of the model, know nothing of us.
 
 [Note: blocks]
     A block of queries needs no keys behind its last token, nor any before its window. Blocks are at most a sixteenth of
     a sequence, so of the scores that are computed at most a sixteenth of a causal half is masked. Backward computes a
-    block again: masks and scores, of which there are tokens times tokens, exist for one block at a time.
+    block again: masks and scores, of which there are tokens times tokens, exist for one block at a time. Where a rank
+    has all tokens, with neither documents nor windows nor padding, torch's fused attention needs neither.
+
+[Note: interleaved passes]
+    In a pipeline the forward of another micro-batch comes before the backward of this one. So what backward runs again
+    must see the sequence of its own forward: a layer that is recomputed asks for it in forward (`of_pass`). A
+    checkpoint that knows nothing of us is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +38,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from rotorch._torch_private import in_backward
 from rotorch.core.errors import ConfigError
+from rotorch.core.redistribution import Redistribution
+from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range
-from rotorch.core.zigzag import KeyExchange, seen_by, zigzag
+from rotorch.core.zigzag import HeadExchange, KeyExchange, num_head_sets, seen_by, zigzag
 from rotorch.models.losses import Batch
 
-Fetch = Callable[[Tensor, KeyExchange], Tensor]
-"""From `[rows, heads, tokens, features]` of this rank's tokens to those of all tokens that it needs, in order. In
-backward each rank gets the sum of all ranks' gradients of its own tokens."""
+Exchange = Callable[[Tensor, Redistribution], Tensor]
+"""Makes `[rows, heads, tokens, features]` of those of all ranks. In backward each rank gets the sum of all ranks'
+gradients of its own."""
+
+_Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Of queries, keys, values and a mask (True: seen; None: all before it, where it has all tokens)."""
 
 _TEXT = ("input_ids", "inputs_embeds")
 _KNOWN = (*_TEXT, "labels", "shift_labels", "attention_mask", "position_ids")
@@ -63,6 +76,11 @@ class _Sequence:
     is_token: Tensor | None
     document: Tensor | None
 
+    @property
+    def is_plain(self) -> bool:
+        """True if each token sees all before it."""
+        return self.is_token is None and self.document is None
+
 
 class SharedSequence:
     """This rank's part in computing sequences (see [Note: attention over ranks]).
@@ -71,13 +89,15 @@ class SharedSequence:
         module: a Hugging Face model.
         rank: this rank's number among those that share a sequence.
         num_ranks: of them.
-        fetch: exchanges keys and values among them.
+        exchange: redistributes heads and tokens among them.
+        by_heads: each gets all tokens of some heads; if not, the keys and values that its own tokens attend to.
         all_equal: True if all of them gave the same number.
+        interleaved: passes of other micro-batches come between forward and backward of one.
 
     Attributes:
         rank: this rank's number.
         attended: modules that have called the attention since the last `take`.
-        exchanged: features of their keys and values together, per token, and their windows, in the order of calls.
+        exchanged: their keys and values, in the order of calls.
 
     Raises:
         ConfigError: the model's attention is neither "sdpa" nor "eager".
@@ -89,17 +109,20 @@ class SharedSequence:
         *,
         rank: int,
         num_ranks: int,
-        fetch: Fetch,
+        exchange: Exchange,
+        by_heads: bool = False,
         all_equal: Callable[[int], bool] = lambda _: True,
+        interleaved: bool = False,
     ) -> None:
         self._name = f"rotorch_shared_sequence_{id(self)}"
         self._configs = _configs_of(module)
         self._own = {id(config): config._attn_implementation for config in self._configs}
         refuse_attentions(module)
-        self.rank, self._num_ranks, self._fetch, self._all_equal = rank, num_ranks, fetch, all_equal
+        self.rank, self._num_ranks, self._exchange, self._by_heads = rank, num_ranks, exchange, by_heads
+        self._all_equal, self._interleaved, self._runs_again = all_equal, interleaved, False
         self._sequence: _Sequence | None = None
         self.attended: list[nn.Module] = []
-        self.exchanged: list[tuple[int, int | None]] = []
+        self.exchanged: list[KeysAndValues] = []
 
     # ---------------------------------------------------------------- batches
 
@@ -151,6 +174,20 @@ class SharedSequence:
             del ALL_ATTENTION_FUNCTIONS[self._name]
             self._sequence = None
 
+    def of_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        """Notes the sequence that is computed; the result makes contexts in which backward runs a part of it again."""
+        then = self._sequence
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            now, self._sequence, self._runs_again = (self._sequence, self._runs_again), then, True
+            try:
+                yield
+            finally:
+                self._sequence, self._runs_again = now
+
+        return context
+
     def _attend(
         self,
         module: nn.Module,
@@ -179,51 +216,54 @@ class SharedSequence:
             )
         if options.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
             raise ConfigError(f"{type(module).__name__} attends in both directions")
+        if self._interleaved and in_backward() and not self._runs_again:
+            raise ConfigError(
+                f"{type(module).__name__} is run again in backward by a checkpoint that is not rotorch's, after other "
+                "micro-batches have passed. Leave gradient checkpointing out, and write recompute=block for pp or fsdp"
+            )
+        heads, width = query.shape[1], key.shape[1] * (key.shape[3] + value.shape[3])
+        of_heads = (heads, key.shape[1], heads * query.shape[3], heads * value.shape[3])
         self.attended.append(module)
-        self.exchanged.append((key.shape[1] * (key.shape[3] + value.shape[3]), sliding_window))
-        exchange = KeyExchange(sequence.num_tokens, self._num_ranks, self.rank, sliding_window)
-        # One message; keys and values may differ in their features.
-        fetched = self._fetch(torch.cat([key, value], dim=-1), exchange)
-        keys, values = fetched.split([key.shape[3], value.shape[3]], dim=-1)
+        self.exchanged.append(KeysAndValues(width, sliding_window, *of_heads))
         attend = self._attention_of(module, dropout=dropout, scaling=scaling, window=sliding_window, options=options)
-
-        def attend_block(here: Tensor, its_keys: Tensor, its_values: Tensor, block: Range) -> Tensor:
-            seen = seen_by(block, window=sliding_window)
-            mask = _mask(block, seen, window=sliding_window, sequence=sequence, device=here.device)
-            return attend(here, its_keys, its_values, mask)
-
-        outputs, done = [], 0
-        for chunk in sequence.chunks:
-            for block in blocks_of(chunk, num_tokens=sequence.num_tokens):
-                seen = seen_by(block, window=sliding_window)
-                here, place = query.narrow(2, done, block.length), exchange.offset(seen)
-                its_keys, its_values = (x.narrow(2, place, seen.length) for x in (keys, values))
-                if torch.is_grad_enabled():
-                    output = checkpoint(
-                        attend_block, here, its_keys, its_values, block,
-                        use_reentrant=False, preserve_rng_state=dropout > 0,
-                    )  # fmt: skip
-                else:
-                    output = attend_block(here, its_keys, its_values, block)
-                outputs.append(output)
-                done += block.length
-        return torch.cat(outputs, dim=1), None
+        fused = self._own_name(module) == "sdpa"
+        of_blocks = _Blocks(attend, sequence, sliding_window, has_dropout=dropout > 0)
+        if not self._by_heads:
+            part = KeyExchange(sequence.num_tokens, self._num_ranks, self.rank, sliding_window)
+            # One message; keys and values may differ in their features.
+            fetched = self._exchange(torch.cat([key, value], dim=-1), part.moves(num_heads=key.shape[1]))
+            keys, values = fetched.split([key.shape[3], value.shape[3]], dim=-1)
+            return of_blocks.attend(query, keys, values, chunks=sequence.chunks, place_of=part.offset), None
+        num_sets = num_head_sets(heads=heads, key_heads=key.shape[1], num_ranks=self._num_ranks, repeats=fused)
+        moves = HeadExchange(sequence.num_tokens, self._num_ranks, self.rank, num_sets).moves
+        dealt = self._exchange(_as_sets(query, key, value, num_sets=num_sets), moves)
+        queries, keys, values = _of_sets(dealt, query, value)
+        if fused and sliding_window is None and sequence.is_plain:
+            output = attend(queries, keys, values, None)
+        else:
+            everything = Range(0, sequence.num_tokens)
+            output = of_blocks.attend(queries, keys, values, chunks=[everything], place_of=lambda seen: seen.start)
+        features = output.shape[3]
+        outputs = self._exchange(_sets(output.transpose(1, 2), num_sets=dealt.shape[1]), moves.back)
+        return outputs.unflatten(3, (-1, features)).transpose(1, 2).flatten(2, 3), None
 
     def _own_name(self, module: nn.Module) -> str:
         return str(self._own.get(id(getattr(module, "config", None)), "eager"))
 
     def _attention_of(
         self, module: nn.Module, *, dropout: float, scaling: float | None, window: int | None, options: dict[str, Any]
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The model's own attention of one block: a function of queries, keys, values and a mask (True: seen)."""
+    ) -> _Attention:
+        """The model's own attention of one block."""
         if self._own_name(module) == "sdpa":
             if unknown := sorted(name for name in _NO_OPTIONS if options.get(name) is not None):
                 raise ConfigError(f"{type(module).__name__}: attention 'sdpa' has no {', '.join(unknown)}")
 
-            def fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-                key, value = (_repeated(x, times=query.shape[1] // x.shape[1]) for x in (key, value))
+            def fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+                causal = mask is None
+                if not causal:  # kernels that take masks take no grouped heads on every device
+                    key, value = (_repeated(x, times=query.shape[1] // x.shape[1]) for x in (key, value))
                 found = F.scaled_dot_product_attention(
-                    query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+                    query, key, value, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=causal
                 )
                 return found.transpose(1, 2)
 
@@ -232,7 +272,8 @@ class SharedSequence:
         if eager is None:
             raise ConfigError(f"{type(module).__name__} has no attention 'eager' that could be called by itself")
 
-        def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            assert mask is not None
             added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
             added.masked_fill_(~mask, torch.finfo(query.dtype).min)
             found: Tensor = eager(
@@ -241,6 +282,62 @@ class SharedSequence:
             return found
 
         return plain
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """An attention, block by block of queries (see [Note: blocks]).
+
+    Attributes:
+        of_block: the attention of one block.
+        sequence: whose tokens attend.
+        window: tokens that a token attends to; None: all before it.
+        has_dropout: it draws random numbers.
+    """
+
+    of_block: _Attention
+    sequence: _Sequence
+    window: int | None
+    has_dropout: bool
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        chunks: Sequence[Range],
+        place_of: Callable[[Range], int],
+    ) -> Tensor:
+        """Outputs `[rows, tokens, heads, features]` of queries `[rows, heads, tokens, features]`.
+
+        Args:
+            queries: of the tokens of some chunks, one chunk after the other.
+            keys: of all tokens that these attend to.
+            values: of the same.
+            chunks: ranges of the sequence.
+            place_of: where consecutive tokens of the sequence lie among the keys.
+        """
+        outputs, done = [], 0
+        for chunk in chunks:
+            for block in blocks_of(chunk, num_tokens=self.sequence.num_tokens):
+                seen = seen_by(block, window=self.window)
+                here, place = queries.narrow(2, done, block.length), place_of(seen)
+                its_keys, its_values = (x.narrow(2, place, seen.length) for x in (keys, values))
+                if torch.is_grad_enabled():
+                    output = checkpoint(
+                        self._attend_block, here, its_keys, its_values, block, seen,
+                        use_reentrant=False, preserve_rng_state=self.has_dropout,
+                    )  # fmt: skip
+                else:
+                    output = self._attend_block(here, its_keys, its_values, block, seen)
+                outputs.append(output)
+                done += block.length
+        return torch.cat(outputs, dim=1)
+
+    def _attend_block(self, queries: Tensor, keys: Tensor, values: Tensor, block: Range, seen: Range) -> Tensor:
+        mask = _mask(block, seen, window=self.window, sequence=self.sequence, device=queries.device)
+        return self.of_block(queries, keys, values, mask)
 
 
 def check_batch(batch: Batch, *, num_ranks: int) -> None:
@@ -303,6 +400,24 @@ def _chunks_of(tensor: Tensor, chunks: Sequence[Range]) -> Tensor:
     return torch.cat([tensor.narrow(1, chunk.start, chunk.length) for chunk in chunks], dim=1)
 
 
+def _as_sets(query: Tensor, key: Tensor, value: Tensor, *, num_sets: int) -> Tensor:
+    """Query heads with the keys and values that they share: `[rows, sets, tokens, features]`, all in one tensor."""
+    keys, values = (_repeated(x, times=num_sets // x.shape[1]) for x in (key, value))
+    return torch.cat([_sets(query, num_sets=num_sets), keys, values], dim=-1)
+
+
+def _of_sets(dealt: Tensor, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries, keys and values of `_as_sets`, each of as many features as those of `query` and `value`."""
+    features = query.shape[3], value.shape[3]
+    queries, keys, values = dealt.split([dealt.shape[3] - sum(features), *features], dim=-1)
+    return queries.unflatten(3, (-1, features[0])).transpose(2, 3).flatten(1, 2), keys, values
+
+
+def _sets(x: Tensor, *, num_sets: int) -> Tensor:
+    """Heads `[rows, heads, tokens, features]` in sets, a set's side by side: `[rows, sets, tokens, features]`."""
+    return x.unflatten(1, (num_sets, -1)).transpose(2, 3).flatten(3)
+
+
 def _repeated(x: Tensor, *, times: int) -> Tensor:
     """Heads of keys or values, each as often as query heads share it."""
     return x if times == 1 else x.repeat_interleave(times, dim=1)
@@ -332,7 +447,13 @@ def _mask(block: Range, seen: Range, *, window: int | None, sequence: _Sequence,
 
 
 def _documents(positions: Tensor | None) -> Tensor | None:
-    """The number of each token's document, by positions that begin anew, as transformers' masks read them."""
+    """The number of each token's document, by positions that begin anew, as transformers' masks read them.
+
+    None if all rows are known to hold one: a GPU would have to be asked, and waited for.
+    """
     if positions is None:
         return None
-    return F.pad((positions.diff(dim=-1) != 1).cumsum(dim=-1), (1, 0))
+    begins = positions.diff(dim=-1) != 1
+    if begins.device.type == "cpu" and not begins.any():
+        return None
+    return F.pad(begins.cumsum(dim=-1), (1, 0))

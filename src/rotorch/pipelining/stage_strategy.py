@@ -260,11 +260,6 @@ class StageStrategy(Strategy):
             )
 
     def check_around(self, inner: Strategy) -> None:
-        if inner.context_axes:
-            raise ConfigError(
-                f"{self} around {inner}: stages do not pass on parts of a sequence. Leave context out, or write "
-                f"ddp=..,{inner.kind}=..[context=..]"
-            )
         if getattr(inner, "memory", None) is not None:
             raise ConfigError(
                 f"{self} around {inner}: units are chosen to be whole over a whole model, and a rank has some of its "

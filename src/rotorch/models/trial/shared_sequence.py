@@ -6,7 +6,9 @@
     sequence, attentions and masks of its own, statistics over all tokens. So a model with the same configuration but
     smaller sizes runs twice at once, in two threads, each with its part of the tokens; logits of both must be those of
     the whole model, and their losses must add up to its loss. Sequences are longer than windows and chunks, and of two
-    lengths, each longer than a limit at which rotary embeddings change: one part is then below it.
+    lengths, each longer than a limit at which rotary embeddings change: one part is then below it. Where that is so,
+    the same is tried with heads exchanged in place of keys and values: an attention may do with its heads what it
+    cannot with some of them.
 
     A model without a loss that is a sum over tokens is tried by its outputs alone. A loss of the user's own is tried in
     the same way once it is given: called with parts of a batch it must add up to what the whole batch gives.
@@ -24,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.redistribution import Part, Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import ModelSpec, UnitKind
-from rotorch.core.zigzag import KeyExchange, zigzag
+from rotorch.core.zigzag import zigzag
 from rotorch.models.losses import Batch, CausalLMLoss, LossFn, count_targets, loss_of
 from rotorch.models.shared_sequence import SharedSequence
 from rotorch.models.trial.two_threads import (
@@ -49,12 +52,14 @@ class SharedTrial:
 
     Attributes:
         refused: the reason why sequences of the model cannot be shared; "" if they can.
+        heads_refused: the reason why heads cannot be exchanged where they are.
         has_loss: the model has a loss of its own that is a sum over tokens.
         attentions: classes of modules that attend.
-        knows_traffic: `_key_value_width` of a configuration and `_window_of` a module are those of its attentions.
+        knows_traffic: `_keys_and_values` of a configuration and of a module are those of its attentions.
     """
 
     refused: str = ""
+    heads_refused: str = ""
     has_loss: bool = False
     attentions: frozenset[type] = frozenset()
     knows_traffic: bool = False
@@ -87,7 +92,7 @@ def why_loss_stays_whole(module: nn.Module, loss: LossFn) -> str:
 
 
 def _try(module: nn.Module, loss: LossFn | None = None) -> SharedTrial:
-    result = SharedTrial("nothing of it attends by transformers' interface")
+    result, heads_refused = SharedTrial("nothing of it attends by transformers' interface"), ""
     for number, num_tokens in enumerate(_LENGTHS):
         found = tiny_of(module, num_tokens=num_tokens)
         if isinstance(found, str):
@@ -100,13 +105,17 @@ def _try(module: nn.Module, loss: LossFn | None = None) -> SharedTrial:
         ids = inputs["input_ids"]
         # A loss of the user's own is always given targets that are shifted, since parts have no others.
         of_text = {"labels": ids} if loss is None else {"shift_labels": F.pad(ids[:, 1:], (0, 1), value=-100)}
-        result = _in_parts(tiny, {**inputs, **of_text}, loss)
+        batch = {**inputs, **of_text}
+        result = _in_parts(tiny, batch, loss)
         if result.refused:
             return result
+        if loss is None:
+            heads_refused = heads_refused or _in_parts(tiny, batch, None, by_heads=True).refused
+            result = replace(result, heads_refused=heads_refused)
     return result
 
 
-def _in_parts(tiny: nn.Module, batch: dict[str, Tensor], loss: LossFn | None) -> SharedTrial:
+def _in_parts(tiny: nn.Module, batch: dict[str, Tensor], loss: LossFn | None, *, by_heads: bool = False) -> SharedTrial:
     models, num_targets = [copy.deepcopy(tiny) for _ in range(_NUM_PARTS)], count_targets(batch)
     of_whole = _loss_over_tokens(tiny) if loss is None else loss
     try:
@@ -121,15 +130,19 @@ def _in_parts(tiny: nn.Module, batch: dict[str, Tensor], loss: LossFn | None) ->
     def run(mine: int, exchange: ThreadExchange) -> Tensor:
         model = models[mine]
 
-        def fetch(x: Tensor, keys: KeyExchange) -> Tensor:
-            fetched = x.new_empty(*x.shape[:2], keys.num_needed, x.shape[3])
-            for source, theirs in enumerate(exchange.both(mine, x)):
-                places = zip(keys.other(source).sends(mine), keys.receives(source), strict=True)
-                for there, here in places:
-                    fetched.narrow(2, here.start, here.length).copy_(theirs.narrow(2, there.start, there.length))
-            return fetched
+        def redistribute(x: Tensor, moves: Redistribution) -> Tensor:
+            heads, tokens = moves.num_made
+            made = x.new_empty(x.shape[0], heads, tokens, x.shape[3])
+            given = exchange.both(mine, [_tokens_of(x, part) for part in moves.sends])
+            for part, theirs in zip(moves.receives, given, strict=True):
+                done = 0
+                for each in part.tokens:
+                    there = made.narrow(1, part.heads.start, part.heads.length).narrow(2, each.start, each.length)
+                    there.copy_(theirs[mine].narrow(2, done, each.length))
+                    done += each.length
+            return made
 
-        sequence = SharedSequence(model, rank=mine, num_ranks=_NUM_PARTS, fetch=fetch)
+        sequence = SharedSequence(model, rank=mine, num_ranks=_NUM_PARTS, exchange=redistribute, by_heads=by_heads)
         with sequence.attention():
             part = sequence.take(batch)
             of_part = _loss_over_tokens(model) if loss is None else loss
@@ -156,7 +169,7 @@ def _in_parts(tiny: nn.Module, batch: dict[str, Tensor], loss: LossFn | None) ->
     if differ(losses[0] + losses[1], sum_of_whole):
         return SharedTrial("the losses of parts do not add up to that of the whole")
     knows = all(
-        found == (_key_value_width(tiny.config), _window_of(each))
+        found == _keys_and_values(tiny.config, each)
         for sequence in shared
         for each, found in zip(sequence.attended, sequence.exchanged, strict=True)
     )
@@ -199,8 +212,13 @@ def _outputs_alone(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
     return first_tensor(outputs).new_zeros(1)
 
 
-def _key_value_width(config: Any) -> int:
-    """Features of keys and values together, per token; 0 if the configuration does not say."""
+def _tokens_of(x: Tensor, part: Part) -> Tensor:
+    heads = x.narrow(1, part.heads.start, part.heads.length)
+    return torch.cat([heads.narrow(2, each.start, each.length) for each in part.tokens] or [heads[:, :, :0]], dim=2)
+
+
+def _keys_and_values(config: Any, attention: nn.Module) -> KeysAndValues:
+    """An attention's note, by its configuration; with a width of 0 if that does not say."""
     text = config.get_text_config()
 
     def field(name: str) -> int:
@@ -212,9 +230,13 @@ def _key_value_width(config: Any) -> int:
 
     heads = field("num_attention_heads")
     if field("kv_lora_rank"):
-        return heads * (field("qk_nope_head_dim") + field("qk_rope_head_dim") + field("v_head_dim"))
-    head_dim = field("head_dim") or field("hidden_size") // max(heads, 1)
-    return 2 * (field("num_key_value_heads") or heads) * head_dim
+        key_heads, of_values = heads, field("v_head_dim")
+        of_keys = field("qk_nope_head_dim") + field("qk_rope_head_dim")
+    else:
+        key_heads = field("num_key_value_heads") or heads
+        of_keys = of_values = field("head_dim") or field("hidden_size") // max(heads, 1)
+    width, window = key_heads * (of_keys + of_values), _window_of(attention)
+    return KeysAndValues(width, window, heads, key_heads, heads * of_keys, heads * of_values)
 
 
 def _window_of(attention: nn.Module) -> int | None:
@@ -246,12 +268,16 @@ def with_sequences_shared(spec: ModelSpec, module: nn.Module, found: SharedTrial
     for unit in spec.units:
         if unit.kind is UnitKind.MODULE and any(f"{name}.".startswith(f"{unit.name}.") for name in attentions):
             return replace(spec, sequences_stay_whole=f"its {unit.name!r} is cut by heads, by a plan of the user's own")
-    width = _key_value_width(module.config) if found.knows_traffic else 0
+    spec = replace(spec, heads_stay_together=found.heads_refused)
+    repeats = module.config._attn_implementation != "eager"
     units = list(spec.units)
-    for name, part in attentions.items() if width else ():
+    for name, part in attentions.items() if found.knows_traffic else ():
+        note = replace(_keys_and_values(module.config, part), repeats=repeats)
+        if not note.width:
+            continue
         place = next((i for i, u in enumerate(units) if any(_inside(w.name, name) for w in u.weights)), None)
         if place is not None and units[place].kind is not UnitKind.REPLICATED:
-            units[place] = units[place].with_note(KeysAndValues(width, _window_of(part)))
+            units[place] = units[place].with_note(note)
     return replace(spec, units=tuple(units))
 
 

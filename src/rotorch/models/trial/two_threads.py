@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,18 +63,21 @@ def first_tensor(output: Any) -> Tensor:
     return next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
+Given = TypeVar("Given")
+
+
 class ThreadExchange:
     """Two threads give each other tensors, in turns."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=_PATIENCE_S)
-        self._given: list[Tensor | None] = [None, None]
+        self._given: list[Any] = [None, None]
 
-    def both(self, mine: int, tensor: Tensor) -> list[Tensor]:
-        """Exchanges a tensor between both threads; returns both tensors, the first thread's first."""
-        self._given[mine] = tensor
+    def both(self, mine: int, given: Given) -> list[Given]:
+        """Exchanges tensors between both threads; returns what both gave, the first thread's first."""
+        self._given[mine] = given
         self._barrier.wait()
-        found = [given for given in self._given if given is not None]
+        found = list(self._given)
         self._barrier.wait()
         return found
 

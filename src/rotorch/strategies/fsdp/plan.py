@@ -17,7 +17,8 @@ Cost
     Resident P/n. Transient: whole blocks, about 3 in forward and 4 to 5 in backward. Sent (n-1)/n (P + P + G).
     With `context=c` each rank has T/c of a sequence's T tokens and gets keys and values that these attend to, K
     features per token and layer: sent 3/4 (c-1)/c T K in forward on average, at most 2 w K with a window of w tokens
-    (again where blocks are recomputed), as much for their gradients.
+    (again where blocks are recomputed), as much for their gradients. With `exchange=heads` it gets all tokens of some
+    heads, and sends outputs back: (c-1)/c^2 T (2 D + K) in forward, with D features of queries, as much in backward.
 
 Mixtures of experts (`experts=whole`; `ep=n` is `fsdp=n[experts=whole]`)
     Every rank keeps E/n whole experts of each layer (of uneven numbers the first ranks have one more), which are never
@@ -70,6 +71,9 @@ class FSDP(OneAxis):
             checkpointing); gathers no more weights.
         context: number of neighbours that share a batch, each with its part of the tokens: keys and values are
             exchanged among them. It divides `size`.
+        exchange: among neighbours that share a batch. "gather": each gets the keys and values that its own tokens
+            attend to, and keeps them for backward. "heads": each gets all tokens of some heads, and gives their outputs
+            back; it keeps 1/context of them, and sends less the more ranks share (docs/long_context.md).
         memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
             are whole on every rank within it (`osdp=4[memory=2GiB,inner=fsdp]`, core/whole_units.py).
         experts: "cut": experts are gathered with their block. "whole": each rank keeps a set of whole experts, and
@@ -84,6 +88,7 @@ class FSDP(OneAxis):
     reshard: bool = True
     recompute: Literal["none", "block"] = "none"
     context: PositiveInt = 1
+    exchange: Literal["gather", "heads"] = "gather"
     memory: str | None = None
     experts: Literal["cut", "whole"] = "cut"
 
@@ -101,7 +106,13 @@ class FSDP(OneAxis):
         forwards = 2 if self.recompute == "block" else 1
         return (
             *key_value_transfers(
-                unit, batch=batch, num_ranks=self.context, axis="fsdp", position=position, num_forwards=forwards
+                unit,
+                batch=batch,
+                num_ranks=self.context,
+                axis="fsdp",
+                position=position,
+                num_forwards=forwards,
+                by_heads=self.exchanges_heads,
             ),
             *(
                 token_transfers(
@@ -114,7 +125,7 @@ class FSDP(OneAxis):
 
     def check(self, spec: ModelSpec) -> None:
         """Raises `ConfigError` for a weight without a first dimension, or sequences that cannot be shared."""
-        check_shares(spec, context=self.context, kind=self.kind)
+        check_shares(spec, context=self.context, exchange=self.exchange, kind=self.kind)
         scalars = [weight.name for weight in spec.weights if not weight.shape]
         if scalars:
             raise ConfigError(
@@ -164,8 +175,11 @@ class FSDP(OneAxis):
             return self.layout(unit, position=position)
         return slices_layout(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
 
+    def without_idle_options(self) -> Self:
+        return self if self.context > 1 else self.model_copy(update={"exchange": "gather"})
+
     def check_around(self, inner: Strategy) -> None:
-        without = self.model_copy(update={"context": 1, "memory": None, "experts": "cut"})
+        without = self.model_copy(update={"context": 1, "exchange": "gather", "memory": None, "experts": "cut"})
         if self != without:
             raise ConfigError(
                 f"parallel: '{self},{inner}': fsdp around {inner.kind} shares slices of weights, and has no context, "

@@ -38,8 +38,11 @@ Long sequences (`context=c`; `tsp=n` is `rtp=n[context=n]`; c ranks, T tokens, K
     Neighbours in groups of c share a batch, and each has T/c of its tokens from the embedding to the loss, one chunk of
     the front and one of the back. Attentions rotate weight by weight, so that all heads of a rank's tokens are there at
     once, and every rank gets the keys and values that its tokens attend to: sent per layer 3/4 (c-1)/c T K in forward
-    on average, at most 2 w K with a window of w tokens, as much for their gradients; transient T K at most.
-    Source: TSP (arXiv 2604.26294), whose tensor and sequence parallelism share one axis.
+    on average, at most 2 w K with a window of w tokens, as much for their gradients; kept for backward T K at most.
+    With `exchange=heads` every rank gets all tokens of some heads instead, and sends outputs back: in forward
+    (c-1)/c^2 T (2 D + K), with D features of queries and of outputs, as much in backward; kept T (2 D + K) / c.
+    Source: TSP (arXiv 2604.26294), whose tensor and sequence parallelism share one axis; DeepSpeed-Ulysses (arXiv
+    2309.14509) for heads.
 
 Mixtures of experts (`experts=whole`)
     A slice of a layer's experts is a set of E/n whole experts (of uneven numbers the first ranks have one more) instead
@@ -116,6 +119,9 @@ class RTP(OneAxis):
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
+        exchange: among neighbours that share a batch. "gather": each gets the keys and values that its own tokens
+            attend to, and keeps them for backward. "heads": each gets all tokens of some heads, and gives their outputs
+            back; it keeps 1/context of them, and sends less the more ranks share (docs/long_context.md).
         memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
             are whole on every rank within it (`osdp=4[memory=2GiB]`, core/whole_units.py). A whole unit is computed
             with as it is; `recompute` is for the others.
@@ -140,6 +146,7 @@ class RTP(OneAxis):
     visits: PositiveInt | None = None
     wire: Literal["fp8"] | None = None
     context: PositiveInt = 1
+    exchange: Literal["gather", "heads"] = "gather"
     memory: str | None = None
     experts: Literal["cut", "whole"] = "cut"
     compute: Literal["bfloat16", "float16"] | None = None
@@ -169,7 +176,14 @@ class RTP(OneAxis):
         return {"rtp": self.context} if self.context > 1 else {}
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        return key_value_transfers(unit, batch=batch, num_ranks=self.context, axis="rtp", position=position)
+        return key_value_transfers(
+            unit,
+            batch=batch,
+            num_ranks=self.context,
+            axis="rtp",
+            position=position,
+            by_heads=self.exchanges_heads,
+        )
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         held = (with_whole_experts(spec) if self.experts == "whole" else spec).with_inside_cut()
@@ -366,15 +380,16 @@ class RTP(OneAxis):
             )
 
     def without_idle_options(self) -> Self:
-        if self.transport in ("auto", "send_receive"):
-            return self
-        if self.transport == "hierarchical":
-            return self.model_copy(update={"buffering": "out_of_place"})
-        return self.model_copy(update={"buffering": "out_of_place", "ahead": 1})  # there are no messages to buffer
+        idle: dict[str, object] = {} if self.context > 1 else {"exchange": "gather"}
+        if self.transport not in ("auto", "send_receive"):
+            idle["buffering"] = "out_of_place"
+            if self.transport != "hierarchical":
+                idle["ahead"] = 1  # there are no messages to buffer
+        return self.model_copy(update=idle)
 
     def check_around(self, inner: Strategy) -> None:
         """Raises `ConfigError` for options of either strategy that have no meaning together."""
-        without = self.model_copy(update={"context": 1, "memory": None, "experts": "cut"})
+        without = self.model_copy(update={"context": 1, "exchange": "gather", "memory": None, "experts": "cut"})
         if self != without:
             raise ConfigError(
                 f"parallel: '{self},{inner}': rtp around {inner.kind} rotates that one's parts of weights, and has no "
@@ -403,7 +418,7 @@ class RTP(OneAxis):
             )
 
     def check(self, spec: ModelSpec) -> None:
-        check_shares(spec, context=self.context, kind=self.kind)
+        check_shares(spec, context=self.context, exchange=self.exchange, kind=self.kind)
         if self.experts == "whole":
             check_whole_experts(spec, kind=self.kind)
         self._check_ahead()
