@@ -44,9 +44,10 @@ def _invite(store: dist.Store, *, num_ranks: int, timeout_s: float) -> str:
     """Tells all other ranks a new prefix; called by rank 0."""
     prefix, end = secrets.token_hex(8), time.monotonic() + timeout_s
     missing = list(range(1, num_ranks))
+    answered: dict[int, str] = {}
     while missing:
         # All that have asked are answered before the next pause: a pause per rank would be ten seconds for 1,000.
-        missing = [rank for rank in missing if not _answered(store, prefix, rank=rank)]
+        missing = [rank for rank in missing if not _has_taken(store, prefix, rank=rank, answered=answered)]
         if missing and time.monotonic() > end:
             raise RankFailure(f"{format_ranks(missing)} did not come within {timeout_s:g} s of the start")
         if missing:
@@ -54,14 +55,23 @@ def _invite(store: dist.Store, *, num_ranks: int, timeout_s: float) -> str:
     return prefix
 
 
-def _answered(store: dist.Store, prefix: str, *, rank: int) -> bool:
-    """Tells a rank the prefix if it asks for it; returns True once it has taken it."""
+def _has_taken(store: dist.Store, prefix: str, *, rank: int, answered: dict[int, str]) -> bool:
+    """Tells a rank the prefix if it asks for it; returns True once it has taken it.
+
+    Args:
+        store: of all starts.
+        prefix: of this one.
+        rank: the rank that is looked at.
+        answered: by rank, the number that was answered last; written.
+    """
     if store.check([f"taken/{prefix}/{rank}"]):
         return True
     if store.check([f"asks/{rank}"]):
-        # May still be a number of an earlier start: answered again until the rank has taken the prefix.
+        # May still be a number of an earlier start: another one is answered, too, until the rank has taken the prefix.
         asked = store.get(f"asks/{rank}").decode()
-        store.set(f"answer/{asked}", prefix)
+        if answered.get(rank) != asked:
+            store.set(f"answer/{asked}", prefix)
+            answered[rank] = asked
     return False
 
 
@@ -70,6 +80,6 @@ def _ask(store: dist.Store, *, rank: int) -> str:
     asked = secrets.token_hex(8)
     store.set(f"asks/{rank}", asked)
     prefix = store.get(f"answer/{asked}").decode()
-    # Ends rank 0's wait: until then it answers this rank again, with any stale number that it may have found.
+    # Ends rank 0's wait: until then it looks for other numbers of this rank, since it may have found a stale one.
     store.set(f"taken/{prefix}/{rank}", "yes")
     return prefix
