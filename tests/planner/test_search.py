@@ -6,8 +6,9 @@ import pytest
 from shapes import on_grids, transformer
 
 from rotorch.planner.cluster import load_cluster
+from rotorch.planner.compositions import compositions
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
-from rotorch.planner.search import Batch, Task, compositions, judged, search, why_nothing_fits
+from rotorch.planner.search import Batch, Task, judged, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
 from rotorch.planner.step_time import step_time_if
 from rotorch.strategies import num_ranks, parse_parallel, with_grids

@@ -168,7 +168,7 @@ def test_many_micro_batches_take_as_long_as_if_all_were_in_the_table(monkeypatch
     starts = range(0, 24, 24 // stages.num_stages)
     parts = tuple(range(start, start + 24 // stages.num_stages) for start in starts)
     few = seconds(text, layers=24, accumulation=60, parts=parts)
-    monkeypatch.setattr("rotorch.planner.step_time._MOST_PERIODS", 1000)
+    monkeypatch.setattr("rotorch.planner.pipeline_time._MOST_PERIODS", 1000)
     assert few == pytest.approx(seconds(text, layers=24, accumulation=60, parts=parts), rel=2e-3)
 
 

@@ -14,35 +14,48 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.initialization import no_init_weights
 
 from rotorch._torch_private import fake_tensors, storage_key
 from rotorch.bench.tensor_memory import GRADIENTS, LOGITS, OTHER, WEIGHTS, LiveStorages, tensors_in
+from rotorch.bench.traced_attention import attentions_alone
 from rotorch.bench.weight_copies import WeightCopies
 from rotorch.core.precision import Precision
-from rotorch.core.spec import UnitKind
+from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.core.traffic import MicroBatch
+from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
+from rotorch.models.trial.shared_sequence import try_shared
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
-from rotorch.planner.workload import FoldedModel
+from rotorch.planner.shared_tokens import TracedAttention, own_tokens
+from rotorch.planner.workload import FoldedModel, fold
 from rotorch.process.forking import start_autograd
+from rotorch.shard.materialize import on_meta
 from rotorch.shard.storages import all_tensors
 
 _ROWS = (1, 2)
 
 
-def trace_memory(model_config: Any, model: FoldedModel, *, tokens: int, precision: Precision) -> Traced:
+def trace_memory(
+    model_config: Any, model: FoldedModel, *, tokens: int, precision: Precision, shared: Set[type] | None = None
+) -> Traced:
     """Traces one forward and backward of a causal language model.
 
     Args:
         model_config: its Hugging Face configuration.
         model: folded.
-        tokens: of a sequence.
+        tokens: of a sequence, or of a rank's part of one.
         precision: of passes.
+        shared: of a part: classes of its attentions, which keep queries only; what else they would keep is told
+            apart (`TracedLayer.attentions`).
     """
     start_autograd()  # else fake tensors make it start threads, and no rank could be forked from here any more
     firsts = [model.pattern.index(number) for number in range(len(model.classes))]
@@ -51,15 +64,51 @@ def trace_memory(model_config: Any, model: FoldedModel, *, tokens: int, precisio
     names = [model.spec.order.layers[place] for place in firsts]
     every = list(model.spec.order.layers[:shown])
     units = [u.name for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE]
-    one, two = (_trace(config, every, units, rows=rows, tokens=tokens, precision=precision) for rows in _ROWS)
+    attentions: dict[str, list[TracedAttention]] = {}
+    parts = None if shared is None else _Parts(shared, attentions)
+    one, two = (
+        _trace(config, every, units, rows=rows, tokens=tokens, precision=precision, parts=parts) for rows in _ROWS
+    )
     fits = {key: _line(one[key], two[key]) for key in one}
     return Traced(
         layers=tuple(
-            TracedLayer(fits[f"{name} stream"], fits[f"{name} interior"], fits[f"{name} given"]) for name in names
+            TracedLayer(
+                fits[f"{name} stream"],
+                fits[f"{name} interior"],
+                fits[f"{name} given"],
+                fits[f"{name} attention"],
+                tuple(attentions.get(name, ())),
+            )
+            for name in names
         ),
         outside=fits["outside"],
         logits=fits["logits"],
         temporaries=fits["temporaries"],
+        behind=fits["behind"],
+    )
+
+
+def traced_parts(model_config: Any, *, tokens: int, num_ranks: int, precision: Precision) -> tuple[ModelSpec, Traced]:
+    """Describes a model for ranks that share sequences, and traces the longest part of one.
+
+    Args:
+        model_config: its Hugging Face configuration.
+        tokens: of a sequence.
+        num_ranks: of those that share it.
+        precision: of passes.
+
+    Returns:
+        Of a model whose sequences cannot be shared, nothing is traced.
+    """
+    with on_meta(), no_init_weights():
+        module = causal_lm(model_config)
+    spec = describe(module, context=True)
+    if spec.sequences_stay_whole:
+        nothing = PerRow()
+        return spec, Traced((), nothing, nothing, nothing)
+    own = own_tokens(MicroBatch(1, tokens), num_ranks=num_ranks).num_tokens
+    return spec, trace_memory(
+        model_config, fold(spec), tokens=own, precision=precision, shared=try_shared(module).attentions
     )
 
 
@@ -79,6 +128,23 @@ def _shallow(model_config: Any, *, layers: int) -> Any:
     return config
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of sequences are traced.
+
+    Attributes:
+        classes: of attentions.
+        attentions: found, by the name of their layer.
+    """
+
+    classes: Set[type]
+    attentions: dict[str, list[TracedAttention]]
+
+    def add(self, saved: _Saved, attention: TracedAttention) -> None:
+        """Notes an attention that is called."""
+        self.attentions.setdefault(saved.layer, []).append(attention)
+
+
 class _Saved:
     """Storages that autograd keeps, by the layer whose forward saved them."""
 
@@ -88,6 +154,10 @@ class _Saved:
         self._columns = columns
         self._weights = {storage_key(p) for p in module.parameters()}
         self.layer = ""
+        self.is_behind = False
+        """True once the last layer has run."""
+        self.attends = False
+        """True while an attention of a part of a sequence runs."""
         self.unit: set[int] | None = None
         """Storages that the unit was given whose forward runs, if one does."""
         self.shared: set[int] = set()
@@ -100,10 +170,10 @@ class _Saved:
         if tensor.shape and tensor.shape[-1] == self._columns:
             kind = "logits"
         elif not self.layer or key in self.shared:
-            kind = "outside"
+            kind = "behind" if self.is_behind and key not in self.shared else "outside"
         else:
             is_inside = self.unit is not None and key not in self.unit
-            kind = f"{self.layer} {'interior' if is_inside else 'stream'}"
+            kind = f"{self.layer} {'attention' if self.attends else 'interior' if is_inside else 'stream'}"
         self.held.setdefault(key, (tensor, kind))
         return tensor
 
@@ -112,7 +182,14 @@ class _Saved:
 
 
 def _trace(
-    config: Any, names: list[str], units: list[str], *, rows: int, tokens: int, precision: Precision
+    config: Any,
+    names: list[str],
+    units: list[str],
+    *,
+    rows: int,
+    tokens: int,
+    precision: Precision,
+    parts: _Parts | None,
 ) -> dict[str, float]:
     others = list(all_tensors())
     with _no_collection(), fake_tensors(), _one_sequence_per_row():
@@ -124,14 +201,24 @@ def _trace(
         saved = _Saved(module, columns=config.get_text_config().vocab_size)
         given: dict[str, float] = {}
         ids = torch.zeros(rows, tokens, dtype=torch.int64)
+        inputs = {"input_ids": ids, "labels": ids}
+        if parts is not None:
+            parts.attentions.clear()
+            inputs["position_ids"] = torch.zeros(rows, tokens, dtype=torch.int64)  # of a part: each row's own
         autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast_bfloat16" else nullcontext()
         live = LiveStorages()
-        with live, _named(module, names, units, live=live, saved=saved, given=given):
+        classes = frozenset() if parts is None else parts.classes
+        with live, _named(module, names, units, classes, live=live, saved=saved, given=given):
             live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go
-            with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast:
-                loss = module(input_ids=ids, labels=ids, use_cache=False).loss
+            with (
+                nullcontext() if parts is None else attentions_alone(module, found=partial(parts.add, saved)),
+                torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor),
+                autocast,
+            ):
+                loss = module(**inputs, use_cache=False).loss
             kept = {f"{name} {kind}": float(saved.bytes_of(f"{name} {kind}")) for name in names for kind in _KINDS}
-            kept["outside"] = float(saved.bytes_of("outside"))
+            kept["behind"] = float(saved.bytes_of("behind"))
+            kept["outside"] = float(saved.bytes_of("outside")) + kept["behind"]
             saved.held.clear()
             loss.backward()
             live.name(module.parameters(), category=WEIGHTS)
@@ -169,12 +256,19 @@ def _one_sequence_per_row() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
-_KINDS = ("stream", "interior")
+_KINDS = ("stream", "interior", "attention")
 
 
 @contextmanager
 def _named(
-    module: nn.Module, names: list[str], units: list[str], *, live: LiveStorages, saved: _Saved, given: dict[str, float]
+    module: nn.Module,
+    names: list[str],
+    units: list[str],
+    attentions: Set[type],
+    *,
+    live: LiveStorages,
+    saved: _Saved,
+    given: dict[str, float],
 ) -> Iterator[None]:
     """Tells `saved` whose forward runs and `live` what logits are, and notes the bytes that each layer is given."""
     handles = []
@@ -187,8 +281,8 @@ def _named(
             saved.shared |= {storage_key(tensor) for tensor in tensors_in((args, kwargs)) if tensor is not hidden}
             given[f"{name} given"] = float(hidden.untyped_storage().nbytes())
 
-        def ends(*_: Any) -> None:
-            saved.layer = ""
+        def ends(*_: Any, name: str = name) -> None:
+            saved.layer, saved.is_behind = "", name == names[-1]
 
         handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
         handles.append(layer.register_forward_hook(ends))
@@ -203,6 +297,10 @@ def _named(
 
         handles.append(unit.register_forward_pre_hook(goes_in, with_kwargs=True))
         handles.append(unit.register_forward_hook(comes_out))
+    for part in module.modules():
+        if type(part) in attentions:
+            handles.append(part.register_forward_pre_hook(lambda *_: setattr(saved, "attends", True)))
+            handles.append(part.register_forward_hook(lambda *_: setattr(saved, "attends", False)))
     head = module.get_output_embeddings()
     handles.append(head.register_forward_hook(lambda _, __, output: live.name([output], category=LOGITS)))
     try:

@@ -28,7 +28,7 @@ from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.search import Batch, Plan, search, why_nothing_fits
 from rotorch.process.forking import call_forked
 from rotorch.run_config import RunConfig, batch_sizes
-from rotorch.strategies import AUTO, batch_ranks, num_ranks, parse_parallel, with_grids
+from rotorch.strategies import AUTO, batch_ranks, cuts_context, num_ranks, parse_parallel, with_grids
 
 _FIRST_STEPS = 2
 
@@ -90,6 +90,8 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
     fitting = [plan for plan in found.plans if plan.fits]
     if rows_each > 1:  # no pass has half of a pair, and no pipeline computes their loss
         fitting = [plan for plan in fitting if plan.micro_batch % rows_each == 0 and not _has_stages(plan)]
+    if rows_each > 1 or train.compile:
+        fitting = [plan for plan in fitting if not cuts_context(parse_parallel(plan.parallel))]
     best = next(iter(fitting), None)
     if best is None:
         raise ConfigError(

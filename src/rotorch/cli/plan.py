@@ -16,8 +16,10 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.phase_line import tell_phase
 from rotorch.core.precision import Precision, as_precision, copies_itemsize, dtype_of_passes
 from rotorch.core.quantities import format_bytes, format_count
+from rotorch.core.spec import ModelSpec
 from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.known_models import KnownModel, known_file
+from rotorch.planner.memory import Traced
 from rotorch.planner.search import Batch, Plan, SearchResult, Task, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
 from rotorch.strategies import AUTO, num_ranks, parse_parallel, to_be_planned, with_grids
@@ -125,28 +127,35 @@ def task_of(
         ConfigError: the model cannot be read or has too short a context, or the cluster has no figures for `precision`.
     """
     speeds = speeds_of(cluster, dtype=dtype_of_passes(precision) or "float32")
-    file = known_file(model, tokens=batch.tokens, precision=precision) if keeps else None
-    known = None if file is None else file.read()
-    if known is None:
-        known = _traced(model, batch=batch, precision=precision)
-        if file is not None:
-            file.write(known)
+
+    def known(context: int) -> tuple[ModelSpec, Traced]:
+        file = known_file(model, tokens=batch.tokens, precision=precision, context=context) if keeps else None
+        found = None if file is None else file.read()
+        if found is None:
+            found = _traced(model, batch=batch, precision=precision, context=context)
+            if file is not None:
+                file.write(found)
+        return found.spec.with_copies(copies_itemsize(precision)), found.traced
+
+    spec, traced = known(1)
     return Task(
-        spec=known.spec.with_copies(copies_itemsize(precision)),
-        traced=known.traced,
+        spec=spec,
+        traced=traced,
         cluster=cluster,
         speeds=speeds,
         batch=batch,
         precision=precision,
         budget_bytes=budget_bytes,
+        shared=known,
     )
 
 
-def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision) -> KnownModel:
+def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision, context: int) -> KnownModel:
+    """The model, and its passes of whole sequences, or of the parts that `context` ranks have of one."""
     tell_phase("loading torch")
     from transformers.initialization import no_init_weights
 
-    from rotorch.bench.traced_memory import trace_memory
+    from rotorch.bench.traced_memory import trace_memory, traced_parts
     from rotorch.models.describe import describe
     from rotorch.models.hf import causal_lm, config_from_dict, load_config, longest_sequence
     from rotorch.planner.workload import fold
@@ -157,6 +166,10 @@ def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision) 
     longest = longest_sequence(config)
     if longest is not None and batch.tokens > longest:
         raise ConfigError(f"--batch: sequences of {batch.tokens} tokens, but the model takes {longest}. Write fewer")
+    if context > 1:
+        spec, traced = traced_parts(config, tokens=batch.tokens, num_ranks=context, precision=precision)
+        tell_phase()
+        return KnownModel(spec, traced)
     with on_meta(), no_init_weights():
         module = causal_lm(config)
     spec = describe(module, features=True, tokens=True)

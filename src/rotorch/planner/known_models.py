@@ -2,8 +2,9 @@
 
 [Note: key]
     A file's name is a digest of all that its contents follow from: the model's configuration, the tokens of a sequence,
-    the precision; this package's source; Python, torch and transformers as they are installed; environment variables
-    that these read. Packages that somebody works on have no digest (`_installed`), and with them nothing is kept.
+    the ranks that share one, the precision; this package's source; Python, torch and transformers as they are
+    installed; environment variables that these read. Packages that somebody works on have no digest (`_installed`), and
+    with them nothing is kept.
 
 [Note: writers]
     Each writes a file of its own, and renames it when it is whole: all of one name have the same contents. A file that
@@ -26,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from rotorch.core.cache_dir import default_cache_dir
+from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.small_files import read_small
 from rotorch.core.spec import Combine, Cut, GridCut, KeptWhole, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
+from rotorch.planner.shared_tokens import TracedAttention
 
 MOST_FILES = 64
 """In a directory; of more, the oldest go."""
@@ -56,11 +59,13 @@ _CLASSES: dict[str, Any] = {
         Cut,
         GridCut,
         KeptWhole,
+        KeysAndValues,
         KnownModel,
         LayerOrder,
         ModelSpec,
         PerRow,
         Traced,
+        TracedAttention,
         TracedLayer,
         Unit,
         UnitKind,
@@ -96,20 +101,21 @@ class KnownFile:
                 path.unlink(missing_ok=True)
 
 
-def known_file(model: str | dict[str, Any], *, tokens: int, precision: str) -> KnownFile | None:
+def known_file(model: str | dict[str, Any], *, tokens: int, precision: str, context: int = 1) -> KnownFile | None:
     """The file of a model, which may not exist yet (see [Note: key]); None if nothing may be kept of it.
 
     Args:
         model: path of its `config.json` or of the directory, or the contents.
         tokens: of a sequence.
         precision: of passes.
+        context: ranks that share a sequence.
     """
     configuration, installed = _configuration(model), [_installed(name) for name in _READ_BY]
     if configuration is None or None in installed:
         return None
     variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES)]
     facts = [platform.python_version(), platform.platform(), _source(), *map(str, installed), *sorted(variables)]
-    facts += [str(tokens), precision, hashlib.sha256(configuration).hexdigest()]
+    facts += [str(tokens), str(context), precision, hashlib.sha256(configuration).hexdigest()]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     with suppress(RuntimeError):  # a user without a home
         return KnownFile(default_cache_dir() / "models" / f"{name}.json")

@@ -32,7 +32,9 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict_part
+from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
 from rotorch.planner.workload import FoldedModel
+from rotorch.strategies import context_ranks
 from rotorch.strategies.fsdp.plan import FSDP
 from rotorch.strategies.single.plan import Single
 
@@ -58,11 +60,21 @@ class PerRow:
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """Bytes that autograd keeps of one layer of a class (see [Note: what is traced])."""
+    """Bytes that autograd keeps of one layer of a class (see [Note: what is traced]).
+
+    Attributes:
+        stream: as wide as the residual stream, and all else of modules that are not cut.
+        interior: of modules that tensor parallelism cuts.
+        given: the layer's input.
+        attention: where only a part of a sequence was traced, of its attentions, but for keys and values.
+        attentions: these attentions.
+    """
 
     stream: PerRow
     interior: PerRow
     given: PerRow
+    attention: PerRow = PerRow()
+    attentions: tuple[TracedAttention, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,12 +86,14 @@ class Traced:
         outside: kept before and behind the layers, but for logits.
         logits: of the highest moment: logits, what is made of them, and their gradient.
         temporaries: the same of all else that is not kept.
+        behind: of `outside`, those behind the layers.
     """
 
     layers: tuple[TracedLayer, ...]
     outside: PerRow
     logits: PerRow
     temporaries: PerRow
+    behind: PerRow = PerRow()
 
 
 @dataclass(frozen=True)
@@ -310,7 +324,7 @@ def memory_of(
 
     Args:
         model: folded.
-        traced: its passes, for the batch's length of sequence and precision.
+        traced: its passes, for the batch's precision and the tokens that a rank has of a sequence.
         ranks: memory of ranks at rest, by `at_rest`.
         strategies: outermost first.
         batch: one micro-batch.
@@ -321,7 +335,16 @@ def memory_of(
     """
     spec = held.spec if held is not None else None
     slots = strategies[-1].layout_of(spec, batch=batch).slots_bytes if spec is not None else 0
-    passes = _Passes(model, traced, strategies, batch, accumulation, parts, float(slots))
+    sharing_ranks = context_ranks(strategies)
+    own = own_tokens(batch, num_ranks=sharing_ranks)
+    keys, attending = (
+        tuple([of(each, batch=batch, num_ranks=sharing_ranks) for each in layer.attentions] for layer in traced.layers)
+        for of in (kept_bytes, backward_bytes)
+    )
+    passes = _Passes(
+        model, traced, strategies, own, accumulation, parts, float(slots),
+        keys=tuple(map(sum, keys)), attending=tuple(max(each, default=0.0) for each in attending),
+    )  # fmt: skip
     return max((passes.peak(rank) for rank in ranks), key=lambda memory: memory.total_bytes)
 
 
@@ -349,6 +372,10 @@ class _Passes:
     accumulation: int
     parts: Sequence[range]
     slots_bytes: float
+    keys: tuple[float, ...]
+    """By class of layers: bytes of keys and values that the layer keeps of a sequence which ranks share."""
+    attending: tuple[float, ...]
+    """The same of what there is beside them in their backward."""
 
     @property
     def inner(self) -> Strategy:
@@ -441,6 +468,10 @@ class _Passes:
                 {"gradients": early, "gathered": in_backward, "activations": kept, "temporaries": temporaries},
                 last,
             ]
+            if any(self.attending):
+                left, beside = max((self._attending(number, kept=kept) for number in layers), key=sum)
+                in_attention = {"activations": left, "temporaries": beside}
+                moments.append({"gradients": early, "gathered": in_backward, **in_attention})
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
 
@@ -522,19 +553,34 @@ class _Passes:
         return kept, max(map(self._of_layer, range(len(layers))), default=0.0), has_head, fewest
 
     def _of_layer(self, number: int) -> float:
-        layer = self.traced.layers[number]
+        layer, keys = self.traced.layers[number], self.keys[number]
+        if self.by_units and layer.attentions:  # which are not computed again
+            return layer.given.of(self.rows) * 2 + layer.attention.of(self.rows) + keys
         if self.by_units:  # inputs of both of its units, and for some what attention gives
             return layer.given.of(self.rows) * (2 if self.again else 3)
         if self.again:
             return layer.given.of(self.rows, cut=self.cuts.stream)
-        return self._all_of(layer, cut=self.cuts.interior)
+        return self._all_of(layer, cut=self.cuts.interior) + keys
 
     def _whole(self, number: int) -> float:
         """A layer whose interior is there again, a slice at a time where units are computed in slices."""
-        return self._all_of(self.traced.layers[number], cut=self.slices if self.by_units else self.cuts.interior)
+        layer = self.traced.layers[number]
+        if self.by_units:
+            return self._all_of(replace(layer, attention=PerRow()), cut=self.slices)
+        return self._all_of(layer, cut=self.cuts.interior) + self.keys[number]
+
+    def _attending(self, number: int, *, kept: float) -> tuple[float, float]:
+        """Bytes of what is kept, and of all else, in a layer's attention, when the rest of the layer is done."""
+        layer, kept = self.traced.layers[number], kept - self.traced.behind.of(self.rows)
+        beside = self.attending[number] + 2 * layer.given.of(self.rows)
+        if self.by_units:
+            return kept - layer.given.of(self.rows), beside
+        done = layer.interior.of(self.rows)
+        return (kept, beside + self._whole(number) - done) if self.again else (kept - done, beside)
 
     def _all_of(self, layer: TracedLayer, *, cut: float) -> float:
         interior = layer.interior
         if self.ring is not None:  # nobody keeps slices that were cast for a visit
             interior = interior.without_constant()
-        return layer.stream.of(self.rows, cut=self.cuts.stream) + interior.of(self.rows, cut=cut)
+        kept = layer.stream.of(self.rows, cut=self.cuts.stream) + layer.attention.of(self.rows)
+        return kept + interior.of(self.rows, cut=cut)

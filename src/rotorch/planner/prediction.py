@@ -13,6 +13,7 @@ from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.traffic import MicroBatch, Phase
+from rotorch.core.zigzag import zigzag
 
 _ADAMW_COUNTER_BYTES = 4
 """AdamW keeps its number of steps beside each parameter."""
@@ -76,7 +77,8 @@ def predict(
         spec: the model.
         strategies: outermost first.
         rank: the rank to predict for.
-        batch: batch of the rank, for strategies that move activations; None leaves activations out.
+        batch: batch of the rank, for strategies that move activations, or of all ranks that share its sequences; None
+            leaves activations out.
     """
     return _predict(_units_of(spec, strategies=strategies), strategies=strategies, rank=rank, batch=batch)
 
@@ -125,9 +127,11 @@ def predict_part(
         )
     transfers = list(total.transfers)
     if batch is not None:
+        own = _own_tokens(batch, strategies=strategies, positions=positions)
         for strategy, position in zip(strategies, positions, strict=True):
+            given = batch if strategy.context_axes else own
             for unit in spec.units:
-                transfers += strategy.activation_transfers(unit, batch=batch, position=position)
+                transfers += strategy.activation_transfers(unit, batch=given, position=position)
     sent: dict[str, int] = defaultdict(int)
     for transfer in transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
@@ -145,6 +149,15 @@ def predict_part(
         copies_bytes=total.copies_bytes,
         num_messages=sum(transfer.num_messages for transfer in transfers if transfer.sent_bytes),
     )
+
+
+def _own_tokens(batch: MicroBatch, *, strategies: Sequence[Strategy], positions: Sequence[int]) -> MicroBatch:
+    """The part of a micro-batch that the rank at these positions computes."""
+    for strategy, position in zip(strategies, positions, strict=True):
+        for size in strategy.context_axes.values():
+            chunks = zigzag(batch.num_tokens, num_ranks=size)[position % size]
+            batch = replace(batch, num_tokens=sum(chunk.length for chunk in chunks))
+    return batch
 
 
 def part_of_rank(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> ModelSpec:

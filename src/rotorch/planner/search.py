@@ -5,7 +5,8 @@
     strategy, of those that compose and can hold the model. Then memory: it grows with the rows of a micro-batch, so
     each composition has a largest one that fits. Then time, for that one and the next smaller one; pipelines by the
     recurrence of their table. The best pipelines are tried again with other schedules, and the best rings and gathered
-    models with units that are whole on every rank, within shares of the memory that they leave (`_budgets`).
+    models with units that are whole on every rank, within shares of the memory that they leave (`_budgets`). Where no
+    ring, gathered model or replicas alone fit, or the batch has too few rows for them, ranks share sequences.
 
 [Note: reasons]
     A plan that does not fit names its largest category of memory. A slower plan names the part of a step on which it
@@ -14,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -27,11 +28,12 @@ from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
+from rotorch.planner.compositions import compositions, sharing_sequences
 from rotorch.planner.memory import FixedMemory, Memory, Traced, at_rest, memory_of
 from rotorch.planner.speeds import Speeds
 from rotorch.planner.step_time import Planned, StepTime, step_time_if
 from rotorch.planner.workload import FoldedModel, Numerics, fold
-from rotorch.strategies import batch_ranks, check_composition, parse_parallel
+from rotorch.strategies import batch_ranks, check_composition, context_ranks, parse_parallel
 from rotorch.strategies.single.plan import Single
 
 MICRO_BATCHES_TRIED = 2
@@ -48,9 +50,6 @@ MOST_LAYERS_MIXED = 128
 
 SPARE_SHARES = (1.0, 0.5, 0.25)
 """Shares of a plan's spare memory that are tried as budgets."""
-
-MOST_STAGES_OF_ZEROPP = 8
-"""Its rows take long to make, and its bubble grows with the stages."""
 
 _HELD = ("weights", "gradients", "optimizer")
 """Categories of memory from step to step."""
@@ -87,6 +86,8 @@ class Task:
         batch: of a step.
         precision: of passes; `spec` says what copies of weights they compute with.
         budget_bytes: bytes that a rank may hold.
+        shared: gives the model as ranks have it so many of which share a sequence, and the passes of a rank's part;
+            None: it cannot be asked.
     """
 
     spec: ModelSpec
@@ -96,6 +97,7 @@ class Task:
     batch: Batch
     precision: Precision
     budget_bytes: float
+    shared: Callable[[int], tuple[ModelSpec, Traced]] | None = None
 
     @cached_property
     def model(self) -> FoldedModel:
@@ -192,66 +194,6 @@ class SearchResult:
         return tuple(found)
 
 
-# ---------------------------------------------------------------- compositions
-
-
-def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]:
-    """Texts of layouts over all ranks (see [Note: stages of a search]).
-
-    Args:
-        num_ranks: of the cluster.
-        num_layers: of the model; 0: no stages.
-        wide: most ranks that share activations or rotate slices.
-    """
-    if num_ranks == 1:
-        yield "single"
-        return
-    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-    for stages in (n for n in divisors if n == 1 or n <= num_layers):
-        left = num_ranks // stages
-        pipeline = [f"pp={stages}"] if stages > 1 else []
-        for inside in (n for n in divisors if left % n == 0):
-            around = [f"ddp={left // inside}"] if left > inside else []
-            if inside == 1:
-                for again in ("", "[recompute=block]"):
-                    if pipeline:
-                        yield ",".join([*around, f"pp={stages}{again}"])
-                    else:
-                        yield f"ddp={left}{again}"
-                continue
-            for again in ("", "[recompute=block]"):
-                yield ",".join([*around, *pipeline, f"fsdp={inside}{again}"])
-                if 1 < stages <= MOST_STAGES_OF_ZEROPP:
-                    yield ",".join([*around, f"zeropp={stages}x{inside}{again}"])
-            if inside <= wide:
-                for options in ("[recompute=none]", "", "[recompute=slice]"):
-                    yield ",".join([*around, *pipeline, f"rtp={inside}{options}"])
-                yield ",".join([*around, *pipeline, f"megatron={inside}"])
-                if around:
-                    for again in ("", "[recompute=block]"):
-                        shared = [*pipeline, f"fsdp={left // inside}{again}"]
-                        yield ",".join([*shared, f"megatron={inside}"])
-                        yield ",".join([*shared, f"megatron={inside}[sequence_parallel=true]"])
-                for ring in (n for n in divisors if 1 < n <= wide // inside):
-                    if (left // inside) % ring == 0:
-                        outside = [f"ddp={left // inside // ring}"] if left > inside * ring else []
-                        for options in ("[recompute=none]", "", "[recompute=slice]"):
-                            yield ",".join([*outside, *pipeline, f"rtp={ring}{options}", f"megatron={inside}"])
-                yield ",".join([*around, *pipeline, f"megatron={inside}[sequence_parallel=true]"])
-                if not pipeline:
-                    yield from (",".join([*around, text]) for text in _grids(inside))
-
-
-def _grids(num_ranks: int) -> Iterator[str]:
-    """Square grids, one or several deep, and rectangles of atp."""
-    for side in range(2, num_ranks):
-        depth, rest = divmod(num_ranks, side * side)
-        if depth and not rest:
-            yield f"tesseract={side}x{side}x{depth}" if depth > 1 else f"summa={side}x{side}"
-        if num_ranks % side == 0:
-            yield f"atp={num_ranks // side}x{side}"
-
-
 @dataclass(frozen=True)
 class _Candidate:
     """A layout that can hold the model, with what does not depend on the batch."""
@@ -261,6 +203,7 @@ class _Candidate:
     ranks: tuple[FixedMemory, ...]
     parts: tuple[range, ...]
     model: FoldedModel
+    task: Task
 
 
 class _Search:
@@ -268,7 +211,9 @@ class _Search:
         self.task = task
         self.refused: dict[str, str] = {}
         self._parts: dict[int, tuple[range, ...]] = {}
-        self._unable: dict[Strategy, ConfigError | None] = {}
+        self._unable: dict[tuple[Strategy, int], ConfigError | None] = {}
+        self._shared: dict[int, Task] = {1: task}
+        """By the number of ranks that share a sequence."""
 
     def run(self, texts: Sequence[str] | None = None) -> SearchResult:
         """Returns all plans, the best one first."""
@@ -278,6 +223,10 @@ class _Search:
         every = texts or list(compositions(task.cluster.num_devices, num_layers=layers, wide=wide))
         plans = [plan for text in every for plan in self._plans(text)]
         if texts is None:
+            if not any(plan.fits and _is_alone(plan, kind=kind) for plan in plans for kind in ("ddp", "rtp", "fsdp")):
+                num_ranks, per_node = task.cluster.num_devices, task.cluster.devices_per_node
+                shared = sharing_sequences(num_ranks, rows=task.batch.rows, per_node=per_node)
+                plans += [plan for text in shared for plan in self._plans(text)]
             plans += self._rescheduled(plans)
             plans += self._mixed(plans)
         return SearchResult(_with_reasons(plans, task), self.refused)
@@ -359,9 +308,9 @@ class _Search:
 
     def candidate(self, text: str) -> _Candidate:
         """A layout, or why it cannot hold the model."""
-        task = self.task
         strategies = parse_parallel(text)
         check_composition(strategies)
+        task = self._of_sharing(context_ranks(strategies))
         device = task.cluster.device.type
         for strategy in strategies:
             strategy.check_device(device)
@@ -369,7 +318,7 @@ class _Search:
         strategies = tuple(strategy.at_precision(dtype_of_passes(task.precision)) for strategy in strategies)
         strategies = tuple(self._with_layers(strategy) for strategy in strategies)
         for strategy in strategies:
-            self._check(strategy)
+            self._check(strategy, task)
         stages = next((s for s in strategies if isinstance(s, StageStrategy)), None)
         inner = strategies[-1]
         if getattr(inner, "memory", None) is not None:  # chosen over all layers, which are then no longer equal
@@ -377,17 +326,34 @@ class _Search:
         else:
             model = task.model if inner is stages else task.model.under(*sharing(strategies), inner)
         parts = stages.parts_of(task.spec) if stages is not None else ()
-        return _Candidate(text, strategies, at_rest(model, strategies=strategies, parts=parts), parts, model)
+        return _Candidate(text, strategies, at_rest(model, strategies=strategies, parts=parts), parts, model, task)
 
-    def _check(self, strategy: Strategy) -> None:
+    def _of_sharing(self, num_ranks: int) -> Task:
+        """The task as ranks have it so many of which share a sequence; asked for only where a layout needs it."""
+        if num_ranks not in self._shared:
+            if self.task.shared is None:
+                raise ConfigError("nothing is known of the model on parts of a sequence. Leave context out")
+            if self.task.batch.tokens < num_ranks:
+                raise ConfigError(
+                    f"{self.task.batch.tokens} tokens are fewer than the {num_ranks} ranks that share them"
+                )
+            refused = next((task for task in self._shared.values() if task.spec.sequences_stay_whole), None)
+            if refused is not None:  # with any number of ranks
+                return refused
+            spec, traced = self.task.shared(num_ranks)
+            self._shared[num_ranks] = replace(self.task, spec=spec, traced=traced)
+        return self._shared[num_ranks]
+
+    def _check(self, strategy: Strategy, task: Task) -> None:
         """Raises `ConfigError` if a strategy cannot hold the model; looks at all layers once, not in each layout."""
-        if strategy not in self._unable:
-            self._unable[strategy] = None
+        key = strategy, id(task)
+        if key not in self._unable:
+            self._unable[key] = None
             try:
-                strategy.check(self.task.spec)
+                strategy.check(task.spec)
             except ConfigError as error:
-                self._unable[strategy] = error
-        if (why := self._unable[strategy]) is not None:
+                self._unable[key] = error
+        if (why := self._unable[key]) is not None:
             raise why
 
     def _with_layers(self, strategy: Strategy) -> Strategy:
@@ -396,7 +362,7 @@ class _Search:
             return strategy
         number = strategy.num_stages
         if number not in self._parts:
-            self._check(strategy)
+            self._check(strategy, self.task)
             self._parts[number] = strategy.parts_of(self.task.spec)
         return strategy.model_copy(update={"layers": "-".join(str(len(part)) for part in self._parts[number])})
 
@@ -423,8 +389,8 @@ class _Search:
     def memory(self, candidate: _Candidate, rows: int, accumulation: int) -> Memory:
         """Returns the memory of the rank that holds most."""
         return memory_of(
-            self.task.folded,
-            self.task.traced,
+            candidate.task.folded,
+            candidate.task.traced,
             ranks=candidate.ranks,
             strategies=candidate.strategies,
             batch=self._micro_batch(rows),
@@ -511,9 +477,10 @@ def _figures(plan: Plan) -> tuple[object, ...]:
 
 
 def _is_alone(plan: Plan, *, kind: str) -> bool:
-    """True if a layout's innermost strategy is of this kind, and no stages are around it."""
+    """True if a layout's innermost strategy is of this kind, without stages around it, and sequences are whole."""
     strategies = parse_parallel(plan.parallel)
-    return strategies[-1].kind == kind and not any(isinstance(strategy, StageStrategy) for strategy in strategies)
+    has_stages = any(isinstance(strategy, StageStrategy) for strategy in strategies)
+    return strategies[-1].kind == kind and not has_stages and context_ranks(strategies) == 1
 
 
 def _budget_text(num_bytes: int) -> str:

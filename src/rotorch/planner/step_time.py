@@ -19,20 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 
 from rotorch.core.layout import Layout
-from rotorch.core.spec import Unit
+from rotorch.core.spec import Unit, UnitKind
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
-from rotorch.pipelining.lower import lower
-from rotorch.pipelining.makespan import Makespan
 from rotorch.pipelining.simulate import Link, StageCosts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.lanes import Lane, Lanes
+from rotorch.planner.pipeline_time import pipeline_s, without_layers
 from rotorch.planner.prediction import unit_layout
+from rotorch.planner.shared_tokens import attention_passes, own_tokens, slowest_exchange
 from rotorch.planner.speeds import Group, Speeds, Work
 from rotorch.planner.workload import (
     Cutting,
@@ -46,6 +46,7 @@ from rotorch.planner.workload import (
     optimizer_work,
     unit_passes,
 )
+from rotorch.strategies import context_ranks
 from rotorch.strategies.megatron.along_tokens import longest, tokens_cut, without_ends
 
 _MOST_LAYERS = 3
@@ -65,7 +66,7 @@ class Planned:
     Attributes:
         model: with its units as the innermost strategy holds them.
         strategies: outermost first.
-        batch: one micro-batch of one rank.
+        batch: one micro-batch of one rank, or of several that share its sequences.
         accumulation: micro-batches of a step.
         speeds: of the cluster.
         numerics: numerics of the model.
@@ -98,6 +99,16 @@ class Planned:
     def ring(self) -> Strategy | None:
         """The strategy whose slices visit."""
         return with_visits(self.strategies)
+
+    @cached_property
+    def sharing_ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return context_ranks(self.strategies)
+
+    @cached_property
+    def own(self) -> MicroBatch:
+        """The part of a micro-batch that one rank computes."""
+        return own_tokens(self.batch, num_ranks=self.sharing_ranks)
 
     @cached_property
     def group_of(self) -> dict[str, Group]:
@@ -221,7 +232,7 @@ class _Step:
         model = plan.model
         self.layers = [self._layer(layer) for layer in model.classes]
         self.ends = self._ends_of_layers([unit for layer in model.classes for unit in layer.units])
-        batch, cutting = plan.batch, self.cutting
+        batch, cutting = plan.own, self.cutting
         self.before = self._outside(model.before, embedding_passes(model, batch=batch, cutting=cutting))
         head = head_passes(model, batch=batch, cutting=cutting)
         if ring is not None and getattr(ring, "recompute", "none") != "none":
@@ -231,9 +242,18 @@ class _Step:
         """Of stages that are alike: seconds of their sums and of their optimizer."""
 
     def _layer(self, layer: LayerClass) -> list[_UnitTime]:
-        plan = self.plan
-        passes = layer_passes(plan.model, layer, batch=plan.batch, cutting=self.cutting, numerics=plan.numerics)
-        return [self._part([without_ends(unit)], p) for unit, p in zip(layer.units, passes, strict=True)]
+        plan, shares = self.plan, self.plan.sharing_ranks > 1
+        attention = None
+        if shares and plan.model.attention_width:
+            attention = attention_passes(plan.model, layer, batch=plan.batch, num_ranks=plan.sharing_ranks)
+        passes = layer_passes(
+            plan.model, layer, batch=plan.own, cutting=self.cutting, numerics=plan.numerics, attention=attention
+        )
+        # Slices that visit are computed again, but not those of an attention of which all heads are there at once.
+        stays = shares and getattr(plan.ring, "recomputes_units", False)
+        again = [plan.numerics.recompute and not (stays and unit.kind is UnitKind.WEIGHT) for unit in layer.units]
+        each = zip(layer.units, passes, again, strict=True)
+        return [self._part([without_ends(unit)], p, recomputes=recomputes) for unit, p, recomputes in each]
 
     def _ends_of_layers(self, units: Sequence[Unit]) -> list[_UnitTime]:
         """Gathers of hidden states behind all layers, and of gradients before them, where layers cut tokens."""
@@ -251,8 +271,8 @@ class _Step:
         others = [
             unit_passes(
                 unit,
-                tokens=plan.batch.num_rows * plan.batch.num_tokens,
-                batch=plan.batch,
+                tokens=plan.own.num_rows * plan.own.num_tokens,
+                batch=plan.own,
                 cutting=self.cutting,
                 experts=plan.model.experts,
                 numerics=plan.numerics,
@@ -260,13 +280,13 @@ class _Step:
             for unit in units
             if plan.model.num_layers == 0 and not unit.logits
         ]
-        return self._part(units, Passes.together([passes, *others]))
+        return self._part(units, Passes.together([passes, *others]), recomputes=plan.numerics.recompute)
 
-    def _part(self, units: Sequence[Unit], passes: Passes) -> _UnitTime:
+    def _part(self, units: Sequence[Unit], passes: Passes, *, recomputes: bool) -> _UnitTime:
         speeds, plan = self.plan.speeds, self.plan
         backward = passes.backward
-        recompute = speeds.device_s(passes.forward) if plan.numerics.recompute else 0.0
-        recompute_host = speeds.host_s(passes.forward) if plan.numerics.recompute else 0.0
+        recompute = speeds.device_s(passes.forward) if recomputes else 0.0
+        recompute_host = speeds.host_s(passes.forward) if recomputes else 0.0
         found = _UnitTime(
             forward_s=speeds.device_s(passes.forward),
             input_s=speeds.device_s(passes.backward_input) + recompute,
@@ -289,6 +309,7 @@ class _Step:
         """Adds a unit's transfers to its part (see [Note: where transfers go])."""
         plan = self.plan
         layout = self._layout(unit)
+        exchanged = slowest_exchange(unit, strategy=plan.inner, batch=plan.batch, num_ranks=plan.sharing_ranks)
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
         gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
         hosts = list(part.activations_host_s)
@@ -315,12 +336,14 @@ class _Step:
                     hop += seconds
                 case Kind.ALL_REDUCE:
                     total += self._bucketed_s(transfer)
-        for transfer in moved:
-            seconds, back = self._s(transfer), transfer.phase is not Phase.FORWARD
+        for transfer in exchanged or moved:
+            seconds = self._s(transfer, among=plan.sharing_ranks if exchanged else 0)
+            back = transfer.phase is not Phase.FORWARD
             if transfer.kind in (Kind.BROADCAST, Kind.REDUCE):
                 fetches[back] += seconds
             else:
-                for again in {back, back or plan.numerics.recompute}:
+                says_all = transfer.kind is Kind.SEND  # what backward sends again, too
+                for again in {back, back or (plan.numerics.recompute and not says_all)}:
                     activations[again] += seconds
                     hosts[again] += _COLLECTIVE_OPERATORS * plan.speeds.operator_s
         if plan.numerics.recompute:
@@ -347,8 +370,10 @@ class _Step:
         whole_s, message_s = self._s(transfer), self.plan.speeds.message_s(group, collective=True)
         return whole_s - message_s * max(0.0, 1.0 - transfer.payload_bytes / _BUCKET_BYTES) if whole_s else 0.0
 
-    def _s(self, transfer: Transfer) -> float:
-        return self.plan.speeds.transfer_s(transfer, self.plan.group_of[transfer.axis])
+    def _s(self, transfer: Transfer, *, among: int = 0) -> float:
+        """Seconds of a transfer between the ranks of its axis, or `among` so many neighbours of these."""
+        group = self.plan.group_of[transfer.axis]
+        return self.plan.speeds.transfer_s(transfer, replace(group, size=among) if among else group)
 
     # ---------------------------------------------------------------- one micro-batch
 
@@ -483,7 +508,7 @@ class _Step:
             passes.append(cache[key])
             gathers.append(self._gathered(counts, before=first, after=last) if self.at_once else (0.0, 0.0))
         group = plan.group_of[stages.stage_axis]
-        message = plan.batch.num_rows * plan.batch.num_tokens * plan.model.width * plan.batch.itemsize
+        message = plan.own.num_rows * plan.own.num_tokens * plan.model.width * plan.own.itemsize
         costs = [
             StageCosts(
                 forward_s=one.forward_s,
@@ -505,8 +530,8 @@ class _Step:
         makespan_s = _least_makespan_s(of_rank, passes, plan.accumulation)
         if not worth(makespan_s + sums_s + optimizer_s):
             return None
-        table = _without_layers(stages)
-        predicted_s = _makespan_s(table, plan.accumulation, ahead=self.at_once, costs=costs, link=link)
+        table = without_layers(stages)
+        predicted_s = pipeline_s(table, plan.accumulation, ahead=self.at_once, costs=costs, link=link)
         makespan_s = max(makespan_s, predicted_s)  # which of many micro-batches is extrapolated
         compute_s = plan.accumulation * sum(one.compute_s for one in passes) / len(ranks)
         bubble_s = makespan_s - plan.accumulation * sum(one.forward_s + one.backward_s for one in passes) / len(ranks)
@@ -546,43 +571,6 @@ def _least_makespan_s(of_rank: Sequence[Sequence[int]], passes: Sequence[_Pass],
     reached = [0.0, *accumulate(one.forward_s for one in passes)]
     work = [num_micro_batches * sum(passes[k].forward_s + passes[k].backward_s for k in mine) for mine in of_rank]
     return max(reached[min(mine)] + seconds for mine, seconds in zip(of_rank, work, strict=True))
-
-
-def _without_layers(stages: StageStrategy) -> StageStrategy:
-    """Returns the strategy with defaults for all options that do not change its table."""
-    return stages.model_copy(update={"layers": None, "rank_memory": None, "recompute": "none"})
-
-
-def _makespan_s(
-    stages: StageStrategy, num_micro_batches: int, *, ahead: bool, costs: Sequence[StageCosts], link: Link
-) -> float:
-    """Seconds of a step; of many micro-batches it simulates the first and last, since the others are evenly spaced."""
-    if stages.stages > _MOST_SIMULATED and getattr(stages, "schedule", "") == "1f1b":
-        hops_s = sum(link.duration_s(cost.message_bytes) for cost in costs[1:])
-        each = [cost.forward_s + cost.backward_input_s + cost.backward_weight_s for cost in costs]
-        gathers_s = max(cost.unshard_s + cost.reduce_s for cost in costs)
-        return sum(each) + 2 * hops_s + (num_micro_batches - 1) * max(each) + gathers_s
-    period = stages.stages * stages.num_chunks
-    if stages.kind == "zeropp":
-        period = _table(stages, min(num_micro_batches, 4 * period), ahead).schedule.unit
-    more, few = divmod(num_micro_batches, period)
-    if more <= _MOST_PERIODS:
-        return _table(stages, num_micro_batches, ahead).seconds(costs, link=link)
-    few += _MOST_PERIODS * period
-    most_s, less_s = (_table(stages, few - k * period, ahead).seconds(costs, link=link) for k in (0, 1))
-    return most_s + (more - _MOST_PERIODS) * (most_s - less_s)
-
-
-_MOST_SIMULATED = 16
-"""Stages of 1F1B; more are counted: the slowest stage works without a break once the pipeline is full."""
-
-_MOST_PERIODS = 3
-"""Of a table that are simulated (see `_makespan_s`)."""
-
-
-@lru_cache(maxsize=512)
-def _table(stages: StageStrategy, num_micro_batches: int, ahead: bool) -> Makespan:
-    return Makespan(lower(stages.table(num_micro_batches), ahead=ahead))
 
 
 def _extrapolated(found: _Pass, less: _Pass, *, by: int) -> _Pass:

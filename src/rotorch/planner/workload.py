@@ -249,9 +249,24 @@ def _without_name(unit: Unit, *, layer: str) -> Unit:
 
 
 def layer_passes(
-    model: FoldedModel, layer: LayerClass, *, batch: MicroBatch, cutting: Cutting, numerics: Numerics
+    model: FoldedModel,
+    layer: LayerClass,
+    *,
+    batch: MicroBatch,
+    cutting: Cutting,
+    numerics: Numerics,
+    attention: Passes | None = None,
 ) -> list[Passes]:
-    """The operators of each unit of a layer, in order; the first cut unit has the attention."""
+    """The operators of each unit of a layer, in order; the first cut unit has the attention.
+
+    Args:
+        model: folded.
+        layer: of it.
+        batch: rows and tokens that a rank computes.
+        cutting: of operators.
+        numerics: of the model.
+        attention: of ranks that share sequences; None: each attends to what it computes.
+    """
     tokens = batch.num_rows * batch.num_tokens
     found: list[Passes] = []
     has_attention = False
@@ -265,8 +280,8 @@ def layer_passes(
         passes = unit_passes(unit, tokens=tokens, batch=batch, cutting=cut, experts=model.experts, numerics=numerics)
         if not has_attention and model.attention_width:
             has_attention = True
-            attention = _attention(model.attention_width, batch=batch, cutting=cut, numerics=numerics)
-            passes = Passes.together([passes, attention])
+            attended = attention or _attention(model.attention_width, batch=batch, cutting=cut, numerics=numerics)
+            passes = Passes.together([passes, attended])
         found.append(passes)
     return found
 

@@ -1,0 +1,76 @@
+"""Attention of a rank that has a part of a sequence, as a trace sees it: it keeps its queries, and says what more.
+
+[Note: stand-in]
+    Keys and values of a part lie with other ranks, and masks and scores exist for one block at a time. So the stand-in
+    computes nothing, and only its queries and its output count in the trace (`planner/shared_tokens.py` has the rest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from rotorch.planner.shared_tokens import TracedAttention
+
+_NAME = "rotorch_traced_attention"
+
+
+@contextmanager
+def attentions_alone(module: nn.Module, *, found: Callable[[TracedAttention], None]) -> Iterator[None]:
+    """Puts the stand-in in the place of a model's attentions (see [Note: stand-in]).
+
+    Args:
+        module: a Hugging Face model.
+        found: told of every attention that is called.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
+    own = {key: config._attn_implementation for key, config in configs.items()}
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any = None, **options: Any
+    ) -> tuple[Tensor, None]:
+        of_keys = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
+        groups = query.shape[1] // key.shape[1]
+        is_fused = own.get(id(getattr(module, "config", None))) == "sdpa"
+        found(
+            TracedAttention(
+                query_bytes=float(query.shape[1] * query.shape[3] * query.element_size()),
+                key_bytes=float(of_keys),
+                head_bytes=float(of_keys * groups if groups > 1 else 0),
+                score_bytes=0.0 if is_fused else float(query.shape[1] * query.element_size()),
+                window=options.get("sliding_window"),
+            )
+        )
+        output: Tensor = _Attended.apply(query, key, value)
+        return output, None
+
+    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
+    try:
+        for config in configs.values():
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = own[key]
+        del ALL_ATTENTION_FUNCTIONS[_NAME]
+
+
+class _Attended(Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query)
+        ctx.given = [(key.shape, key.dtype), (value.shape, value.dtype)]
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        (query,) = ctx.saved_tensors
+        return torch.empty_like(query), *(grad.new_empty(shape, dtype=dtype) for shape, dtype in ctx.given)

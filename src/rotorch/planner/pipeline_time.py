@@ -1,0 +1,52 @@
+"""Seconds of a pipeline's step, by the executor's own table.
+
+[Note: many micro-batches]
+    The first and the last ones of a step are simulated; those between them are evenly spaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from rotorch.pipelining.lower import lower
+from rotorch.pipelining.makespan import Makespan
+from rotorch.pipelining.simulate import Link, StageCosts
+from rotorch.pipelining.stage_strategy import StageStrategy
+
+
+def without_layers(stages: StageStrategy) -> StageStrategy:
+    """Returns the strategy with defaults for all options that do not change its table."""
+    return stages.model_copy(update={"layers": None, "rank_memory": None, "recompute": "none"})
+
+
+def pipeline_s(
+    stages: StageStrategy, num_micro_batches: int, *, ahead: bool, costs: Sequence[StageCosts], link: Link
+) -> float:
+    """Seconds of a step (see [Note: many micro-batches])."""
+    if stages.stages > _MOST_SIMULATED and getattr(stages, "schedule", "") == "1f1b":
+        hops_s = sum(link.duration_s(cost.message_bytes) for cost in costs[1:])
+        each = [cost.forward_s + cost.backward_input_s + cost.backward_weight_s for cost in costs]
+        gathers_s = max(cost.unshard_s + cost.reduce_s for cost in costs)
+        return sum(each) + 2 * hops_s + (num_micro_batches - 1) * max(each) + gathers_s
+    period = stages.stages * stages.num_chunks
+    if stages.kind == "zeropp":
+        period = _table(stages, min(num_micro_batches, 4 * period), ahead).schedule.unit
+    more, few = divmod(num_micro_batches, period)
+    if more <= _MOST_PERIODS:
+        return _table(stages, num_micro_batches, ahead).seconds(costs, link=link)
+    few += _MOST_PERIODS * period
+    most_s, less_s = (_table(stages, few - k * period, ahead).seconds(costs, link=link) for k in (0, 1))
+    return most_s + (more - _MOST_PERIODS) * (most_s - less_s)
+
+
+_MOST_SIMULATED = 16
+"""Stages of 1F1B; more are counted: the slowest stage works without a break once the pipeline is full."""
+
+_MOST_PERIODS = 3
+"""Of a table that are simulated (see `pipeline_s`)."""
+
+
+@lru_cache(maxsize=512)
+def _table(stages: StageStrategy, num_micro_batches: int, ahead: bool) -> Makespan:
+    return Makespan(lower(stages.table(num_micro_batches), ahead=ahead))

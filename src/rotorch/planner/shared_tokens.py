@@ -1,0 +1,199 @@
+"""Sequences that ranks share (`context`): tokens of a rank, and the memory and work of attention to tokens of others.
+
+[Note: rank that has most]
+    All ranks of a sequence wait for each other in every attention, and memory is that of the rank which holds most. So
+    each figure here is the largest over these ranks: the longest part of the tokens, the most keys, the most scores.
+
+[Note: blocks of queries]
+    A rank's queries attend block by block, and backward computes a block again (`models/shared_sequence.py`). Of a
+    block's scores at most its last tokens are masked, so a rank computes little more than its part of a causal half.
+    For one block at a time there are a mask, heads of keys and values repeated for the queries that share them, and
+    scores where no fused kernel computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from rotorch.core.shared_context import KeysAndValues
+from rotorch.core.spec import Range, Unit
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch, Transfer
+from rotorch.core.zigzag import KeyExchange, seen_by, zigzag
+from rotorch.planner.speeds import Row, Work
+from rotorch.planner.workload import FoldedModel, LayerClass, Passes
+
+FEWEST_BLOCKS, LARGEST_BLOCK = 16, 512
+"""Of a sequence, and tokens of a block."""
+
+
+@dataclass(frozen=True)
+class TracedAttention:
+    """One attention of a layer.
+
+    Attributes:
+        query_bytes: of queries, per token.
+        key_bytes: of keys and values together, per token, as ranks exchange them.
+        head_bytes: the same with as many heads as queries have; 0 if they have as many.
+        score_bytes: of a score of every head; 0 if a fused kernel computes them.
+        window: tokens that a token attends to; None: all before it.
+    """
+
+    query_bytes: float
+    key_bytes: float
+    head_bytes: float = 0.0
+    score_bytes: float = 0.0
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of queries of the rank that computes most scores (see [Note: blocks of queries]).
+
+    Attributes:
+        number: of blocks.
+        queries: tokens of all of them.
+        keys: tokens that they attend to, those of each block counted apart.
+        pairs: scores of one head.
+    """
+
+    number: int
+    queries: int
+    keys: int
+    pairs: int
+
+
+def own_tokens(batch: MicroBatch, *, num_ranks: int) -> MicroBatch:
+    """The part of a micro-batch that a rank computes, the longest one."""
+    return batch if num_ranks == 1 else replace(batch, num_tokens=-(-batch.num_tokens // num_ranks))
+
+
+@lru_cache(maxsize=1024)
+def blocks_of_rank(num_tokens: int, num_ranks: int, window: int | None) -> Blocks:
+    """Blocks of a sequence's rank that computes most scores."""
+    ranks = zigzag(num_tokens, num_ranks=num_ranks)
+    return max((_blocks(chunks, num_tokens, window) for chunks in ranks), key=lambda blocks: blocks.pairs)
+
+
+def _blocks(chunks: Sequence[Range], num_tokens: int, window: int | None) -> Blocks:
+    each = [block for chunk in chunks for block in _cut(chunk, num_tokens)]
+    seen = [seen_by(block, window=window).length for block in each]
+    return Blocks(
+        number=len(each),
+        queries=sum(block.length for block in each),
+        keys=sum(seen),
+        pairs=sum(block.length * keys for block, keys in zip(each, seen, strict=True)),
+    )
+
+
+def _cut(chunk: Range, num_tokens: int) -> Iterator[Range]:
+    size = block_size(num_tokens)
+    for start in range(chunk.start, chunk.stop, size):
+        yield Range(start, min(size, chunk.stop - start))
+
+
+def block_size(num_tokens: int) -> int:
+    """Queries of a block of a sequence."""
+    return min(LARGEST_BLOCK, max(1, num_tokens // FEWEST_BLOCKS))
+
+
+@lru_cache(maxsize=1024)
+def most_keys(num_tokens: int, num_ranks: int, window: int | None) -> int:
+    """Tokens whose keys the rank has that needs most."""
+    return max(KeyExchange(num_tokens, num_ranks, rank, window).num_needed for rank in range(num_ranks))
+
+
+# ---------------------------------------------------------------- memory
+
+
+def kept_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int) -> float:
+    """Bytes of the keys and values that an attention keeps for backward.
+
+    Args:
+        attention: as it was traced.
+        batch: the micro-batch; its tokens are those of the whole sequence.
+        num_ranks: of those that share it.
+    """
+    return batch.num_rows * most_keys(batch.num_tokens, num_ranks, attention.window) * attention.key_bytes
+
+
+def backward_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int) -> float:
+    """Bytes beside the kept ones while an attention's longest block of queries is in backward.
+
+    Its heads of keys and values repeated, the gradient of each, its mask, and gradients of all queries, keys and
+    values, to which those of each block are added.
+
+    Args:
+        attention: as it was traced.
+        batch: the micro-batch; its tokens are those of the whole sequence.
+        num_ranks: of those that share it.
+    """
+    rows, queries, window = batch.num_rows, block_size(batch.num_tokens), attention.window
+    seen = batch.num_tokens if window is None else min(batch.num_tokens, window + queries - 1)
+    heads = 2.0 * attention.head_bytes if attention.head_bytes else attention.key_bytes
+    own = own_tokens(batch, num_ranks=num_ranks).num_tokens
+    sums = own * attention.query_bytes + most_keys(batch.num_tokens, num_ranks, window) * attention.key_bytes
+    scores = _SCORES_AT_ONCE * rows * attention.score_bytes
+    mask = 1.0 + batch.itemsize
+    return rows * (seen * heads + sums) + queries * seen * (mask + scores)
+
+
+_SCORES_AT_ONCE = 4
+"""Scores, their soft-max, and the gradient of each."""
+
+# ---------------------------------------------------------------- traffic
+
+
+def slowest_exchange(unit: Unit, *, strategy: Strategy, batch: MicroBatch, num_ranks: int) -> tuple[Transfer, ...]:
+    """Messages of keys and values of the attention that begins with a unit, as long as the busiest rank has them.
+
+    A link carries both directions at once, and what a rank sends in forward it gets back in backward.
+
+    Args:
+        unit: of a model's description for ranks that share sequences.
+        strategy: whose ranks share them.
+        batch: the micro-batch; its tokens are those of the whole sequence.
+        num_ranks: of those that share one.
+    """
+    if num_ranks == 1 or unit.note(KeysAndValues) is None:
+        return ()
+    ranks = [strategy.activation_transfers(unit, batch=batch, position=rank) for rank in range(num_ranks)]
+    most = max(transfer.sent_bytes for transfers in ranks for transfer in transfers)
+    return tuple(replace(transfer, payload_bytes=most, sent_bytes=most) for transfer in ranks[0])
+
+
+# ---------------------------------------------------------------- work
+
+
+def attention_passes(model: FoldedModel, layer: LayerClass, *, batch: MicroBatch, num_ranks: int) -> Passes:
+    """The operators of a layer's attention on the rank that computes most (see [Note: blocks of queries]).
+
+    Args:
+        model: folded, of a description for ranks that share sequences.
+        layer: of it.
+        batch: the micro-batch; its tokens are those of the whole sequence.
+        num_ranks: of those that share one.
+    """
+    width, size, rows = model.attention_width, batch.itemsize, batch.num_rows
+    note = next((note for unit in layer.units if (note := unit.note(KeysAndValues)) is not None), None)
+    exchanged, window = (note.width, note.window) if note is not None else (2 * width, None)
+    blocks = blocks_of_rank(batch.num_tokens, num_ranks, window)
+    flops = 4.0 * rows * blocks.pairs * width
+    sides = blocks.number / blocks.queries + blocks.number / blocks.keys + 1.0 / 128
+    repeated = 3.0 * 2 * width if exchanged < 2 * width else 0.0
+    moved = rows * (2.0 * blocks.queries * width + blocks.keys * (exchanged + repeated)) * size
+    mask = 2.0 * blocks.pairs * (1 + size)
+    operators = float(_OPERATORS_OF_BLOCK * blocks.number)
+    forward: Row = (flops, sides, moved + mask, operators)
+    # The gradient of a block's queries and keys is one of all queries and keys, to which the next one's is added.
+    needed = most_keys(batch.num_tokens, num_ranks, window)
+    whole = rows * (blocks.queries * width + needed * exchanged)
+    sums = 4.0 * blocks.number * whole * size
+    backward: Row = (2.5 * flops, sides, 2 * moved + sums, operators)
+    return Passes(Work.of(forward), Work.of(forward, backward), Work.of())
+
+
+_OPERATORS_OF_BLOCK = 8
+"""Its mask, heads repeated, and the attention itself."""
