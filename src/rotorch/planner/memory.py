@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from rotorch.core.spec import Unit, Weight
+from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.core.whole_experts import WholeExperts
@@ -547,6 +547,8 @@ class _Passes:
             here = sum(count * self._of_layer(number) for number, count in self.model.counts_of(part).items())
             last = stages is None or stage == stages.num_stages - 1
             outside = self.traced.outside.of(self.rows, cut=self.cuts.outside) if last or stage == 0 else 0.0
+            if last and self.by_units and any(unit.kind is UnitKind.REPLICATED for unit in self.model.after):
+                outside -= max((layer.given.of(self.rows) for layer in layers), default=0.0)  # the norm's output
             kept += in_flight[stage] * (here + outside)
             has_head |= last
         fewest = min(in_flight[stage] for stage in rank.stages or (0,))
