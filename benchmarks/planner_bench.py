@@ -14,12 +14,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rotorch.bench.traced_memory import trace_memory
+from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import copies_itemsize, dtype_of_passes
+from rotorch.core.spec import ModelSpec
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.planner.cluster import load_cluster
+from rotorch.planner.memory import Traced
 from rotorch.planner.search import Batch, Task, judged
 from rotorch.planner.speeds import speeds_of
 from rotorch.planner.workload import fold
@@ -38,6 +40,11 @@ def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any
     with on_meta():
         spec = describe(causal_lm(model_config), features=True, tokens=True)
     precision = config.train.precision
+
+    def shared(num_ranks: int) -> tuple[ModelSpec, Traced]:
+        spec, traced = traced_parts(model_config, tokens=tokens, num_ranks=num_ranks, precision=precision)
+        return spec.with_copies(copies_itemsize(precision)), traced
+
     cluster = load_cluster("cpu2")
     task = Task(
         spec=spec.with_copies(copies_itemsize(precision)),
@@ -47,6 +54,7 @@ def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any
         batch=Batch(found["tokens_per_step"] // tokens, tokens),
         precision=precision,
         budget_bytes=float("inf"),
+        shared=shared,
     )
     rows = []
     for row in found["rows"]:
