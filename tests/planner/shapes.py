@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Combine, Cut, GridCut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 
 
@@ -31,6 +32,22 @@ def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, item
     names = tuple(f"layers.{number}" for number in range(layers))
     order = LayerOrder(layers=names, after=("norm", "head"), width=width, attention_width=width)
     return ModelSpec("Transformer", tuple(units), order=order, features_stay_whole="only shapes are known")
+
+
+def attending(spec: ModelSpec, *, window: int | None = None) -> ModelSpec:
+    """The same transformer as ranks see it that share sequences: its attentions weight by weight."""
+    units: list[Unit] = []
+    for unit in spec.units:
+        if not unit.name.endswith(".attention"):
+            units.append(unit)
+            continue
+        first, second = (
+            Unit(w.name, UnitKind.WEIGHT, Combine.CONCAT, (replace(w, cut=replace(w.cut, dim=0)),))
+            for w in unit.weights
+            if w.cut is not None
+        )
+        units += [first.with_note(KeysAndValues(2 * spec.order.attention_width, window)), second]
+    return replace(spec, units=tuple(units))
 
 
 def on_grids(spec: ModelSpec) -> ModelSpec:

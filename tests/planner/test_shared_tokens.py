@@ -1,0 +1,113 @@
+"""Sequences that ranks share, as the planner sees them: tokens, keys, blocks, work and messages of one rank."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import attending, transformer
+
+from rotorch.core.shared_context import KeysAndValues
+from rotorch.core.traffic import MicroBatch
+from rotorch.core.zigzag import KeyExchange, zigzag
+from rotorch.models.shared_sequence import blocks_of
+from rotorch.planner.cluster import load_cluster
+from rotorch.planner.prediction import predict
+from rotorch.planner.shared_tokens import (
+    TracedAttention,
+    attention_passes,
+    backward_bytes,
+    block_size,
+    blocks_of_rank,
+    kept_bytes,
+    own_tokens,
+    slowest_exchange,
+)
+from rotorch.planner.speeds import speeds_of
+from rotorch.planner.step_time import Planned, step_time
+from rotorch.planner.workload import Numerics, fold
+from rotorch.strategies import parse_parallel
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(1024, 8), (1000, 3), (7, 2)])
+def test_a_rank_has_the_longest_part(tokens, ranks):
+    parts = [sum(chunk.length for chunk in chunks) for chunks in zigzag(tokens, num_ranks=ranks)]
+    assert own_tokens(MicroBatch(3, tokens), num_ranks=ranks) == MicroBatch(3, max(parts))
+
+
+@pytest.mark.parametrize("tokens", [5, 31, 4096, 100_000])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_blocks_are_those_that_the_model_attends_in(tokens, ranks):
+    each = [
+        [block for chunk in chunks for block in blocks_of(chunk, num_tokens=tokens)]
+        for chunks in zigzag(tokens, num_ranks=ranks)
+    ]
+    found = blocks_of_rank(tokens, ranks, None)
+    assert found.pairs == max(sum(block.length * block.stop for block in blocks) for blocks in each)
+    assert max(block.length for blocks in each for block in blocks) <= block_size(tokens)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_computes_its_part_of_a_causal_half(ranks):
+    pairs = blocks_of_rank(4096, ranks, None).pairs
+    assert 1.0 < pairs / (4096 * 4097 / 2 / ranks) < 1.07
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_keys_that_are_kept_are_those_that_the_exchange_brings(window):
+    needed = max(KeyExchange(1001, 4, rank, window).num_needed for rank in range(4))
+    attention = TracedAttention(query_bytes=64.0, key_bytes=16.0, window=window)
+    assert kept_bytes(attention, batch=MicroBatch(3, 1001), num_ranks=4) == 3 * needed * 16
+    assert needed == 1001 if window is None else needed <= 1001 // 4 + 1 + 2 * 99
+
+
+def test_heads_that_share_keys_are_repeated_in_a_block_of_backward():
+    batch, alone = MicroBatch(1, 8192), TracedAttention(query_bytes=512.0, key_bytes=128.0)
+    grouped = replace(alone, head_bytes=1024.0)
+    more = backward_bytes(grouped, batch=batch, num_ranks=4) - backward_bytes(alone, batch=batch, num_ranks=4)
+    assert more == 8192 * (2 * 1024 - 128)
+
+
+def test_all_ranks_wait_for_the_one_that_sends_or_gets_most():
+    spec, (ring,) = attending(transformer(layers=1)), parse_parallel("rtp=4[context=4]")
+    unit = next(unit for unit in spec.units if unit.note(KeysAndValues) is not None)
+    forward, backward = slowest_exchange(unit, strategy=ring, batch=MicroBatch(2, 64), num_ranks=4)
+    width = unit.note(KeysAndValues).width
+    assert forward.sent_bytes == backward.sent_bytes == 2 * (64 - 64 // 4) * width * 4
+    assert not slowest_exchange(unit, strategy=parse_parallel("rtp=4")[0], batch=MicroBatch(2, 64), num_ranks=1)
+
+
+def test_attention_is_computed_once_more_in_backward():
+    model = fold(attending(transformer(layers=1)))
+    passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), num_ranks=4)
+    assert passes.backward_input.flops == pytest.approx(3.5 * passes.forward.flops)
+    assert passes.forward.flops == 4 * blocks_of_rank(4096, 4, None).pairs * model.attention_width
+
+
+def seconds(text, *, rows, tokens):
+    spec, strategies = attending(transformer(layers=4)), parse_parallel(text)
+    plan = Planned(
+        model=fold(spec).short().under(strategies[-1]),
+        strategies=strategies,
+        batch=MicroBatch(rows, tokens, itemsize=2),
+        accumulation=1,
+        speeds=speeds_of(load_cluster("h100x8"), dtype="bfloat16"),
+        numerics=Numerics(),
+    )
+    return step_time(plan)
+
+
+def test_ranks_that_share_a_sequence_compute_a_part_each_and_wait_for_keys():
+    whole, shared = seconds("fsdp=8", rows=1, tokens=16384), seconds("fsdp=8[context=8]", rows=8, tokens=16384)
+    # Of the same tokens per rank; blocks are computed again, and masked scores are computed.
+    assert whole.compute_s < shared.compute_s < 1.8 * whole.compute_s
+    assert shared.busy_s["collective"] > whole.busy_s["collective"]
+    assert seconds("fsdp=8[context=8]", rows=1, tokens=16384).compute_s < 0.4 * whole.compute_s
+
+
+def test_stages_pass_on_the_tokens_that_a_rank_has():
+    """What composes outside of shared sequences is told of a rank's own part of them."""
+    spec = transformer(layers=6, width=64)
+    strategies = (*parse_parallel("pp=3"), *parse_parallel("fsdp=2[context=2]"))
+    sent = [
+        predict(spec, strategies=strategies, rank=rank, batch=MicroBatch(3, 9)).sent_bytes["send"] for rank in (0, 1)
+    ]
+    assert sent == [3 * tokens * 64 * 4 for tokens in (5, 4)]
