@@ -3,15 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from shapes import on_grids, transformer
+from shapes import attending, on_grids, transformer
 
 from rotorch.planner.cluster import load_cluster
-from rotorch.planner.compositions import compositions
+from rotorch.planner.compositions import compositions, sharing_sequences
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
 from rotorch.planner.search import Batch, Task, judged, search, why_nothing_fits
+from rotorch.planner.shared_tokens import TracedAttention
 from rotorch.planner.speeds import speeds_of
 from rotorch.planner.step_time import step_time_if
-from rotorch.strategies import num_ranks, parse_parallel, with_grids
+from rotorch.strategies import batch_ranks, num_ranks, parse_parallel, with_grids
 
 MIB = float(1 << 20)
 LAYER = TracedLayer(stream=PerRow(8 * MIB), interior=PerRow(24 * MIB), given=PerRow(2 * MIB))
@@ -206,3 +207,95 @@ def test_a_model_that_no_layout_can_hold_is_said_with_the_reason():
     assert why_nothing_fits(found, asked) == (
         "no layout of 8 ranks can hold Transformer: 3 rows are no multiple of its 8 batch ranks"
     )
+
+
+# ---- ranks that share sequences -------------------------------------------------------------------------------------
+
+KEYS = TracedAttention(query_bytes=512.0, key_bytes=512.0)
+
+
+def long_task(*, rows, refused="", asked=None, **options):
+    """Of sequences that are shared, a rank's part takes what it takes of the whole, divided."""
+    alone = task(rows=rows, **options)
+
+    def shared(num_ranks):
+        if asked is not None:
+            asked.append(num_ranks)
+        spec = replace(attending(alone.spec), sequences_stay_whole=refused)
+        part = TracedLayer(
+            *(PerRow(of.row_bytes / num_ranks) for of in (LAYER.stream, LAYER.interior, LAYER.given)),
+            attentions=(KEYS,),
+        )
+        outside, logits, others = (
+            PerRow(of.row_bytes / num_ranks)
+            for of in (alone.traced.outside, alone.traced.logits, alone.traced.temporaries)
+        )
+        return spec, Traced((part,), outside, logits, others)
+
+    return replace(alone, shared=shared)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 12, 64])
+def test_layouts_that_share_sequences_use_all_ranks_and_all_rows(ranks):
+    for rows in (1, 4, 64):
+        texts = list(sharing_sequences(ranks, rows=rows, per_node=min(ranks, 8)))
+        assert len(texts) == len(set(texts)) <= 40
+        for text in texts:
+            strategies = parse_parallel(text)
+            assert num_ranks(strategies) == ranks and rows % batch_ranks(strategies) == 0
+    assert next(sharing_sequences(8, rows=1, per_node=8)) == "rtp=8[context=8]"
+
+
+def test_one_sequence_on_many_ranks_is_shared():
+    asked = []
+    found = search(long_task(rows=1, asked=asked))
+    shared = {plan.parallel: plan for plan in found.plans if "context=8" in plan.parallel}
+    assert {"rtp=8[context=8]", "fsdp=8[recompute=block,context=8]"} <= set(shared)
+    assert asked == [8] and all(plan.micro_batch == plan.accumulation == 1 for plan in shared.values())
+    assert found.chosen is not None and all(plan.why_not for plan in found.plans if plan is not found.chosen)
+
+
+def test_sequences_stay_whole_where_they_fit():
+    asked = []
+    found = search(long_task(rows=64, asked=asked))
+    assert not asked and not any("context" in plan.parallel for plan in found.plans)
+
+
+def test_sequences_that_fit_on_no_rank_are_shared():
+    whole = judged(task(), "rtp=8[recompute=slice]", rows=1, accumulation=8)
+    less = search(long_task(rows=64, budget_bytes=whole.memory.total_bytes - 8 * MIB))
+    fit = [plan for plan in less.plans if plan.fits and "context=" in plan.parallel]
+    assert fit and all(batch_ranks(parse_parallel(p.parallel)) * p.micro_batch * p.accumulation == 64 for p in fit)
+
+
+def test_a_model_whose_sequences_stay_whole_is_asked_once_and_named():
+    asked = []
+    found = search(long_task(rows=2, refused="its layers pass a state along", asked=asked))
+    assert asked == [4]
+    assert not any("context" in plan.parallel for plan in found.plans)
+    why = {text: said for text, said in found.refused.items() if "context=" in text}
+    assert len(why) > 4 and all("its layers pass a state along. Leave context out" in said for said in why.values())
+
+
+def test_a_rank_keeps_its_part_and_the_keys_of_all_tokens():
+    asked = long_task(rows=8)
+    whole, shared = (
+        judged(asked, text, rows=rows, accumulation=1).memory.by_category["activations"]
+        for text, rows in (("fsdp=8", 1), ("fsdp=8[context=8]", 8))
+    )
+    assert shared - whole == pytest.approx(8 * 8 * 1024 * KEYS.key_bytes)
+
+
+def test_layers_that_are_computed_again_keep_no_keys():
+    asked = long_task(rows=8)
+    whole, shared = (
+        judged(asked, text, rows=rows, accumulation=1).memory.by_category["activations"]
+        for text, rows in (("fsdp=8[recompute=block]", 1), ("fsdp=8[recompute=block,context=8]", 8))
+    )
+    assert shared == whole
+
+
+def test_sequences_with_fewer_tokens_than_ranks_are_refused():
+    asked = replace(long_task(rows=1), batch=Batch(1, 4))
+    found = search(asked, texts=["rtp=8[context=8]"])
+    assert "4 tokens are fewer than the 8 ranks" in found.refused["rtp=8[context=8]"]
