@@ -58,6 +58,19 @@ def test_a_layout_that_was_asked_for_is_judged_alone(tmp_path):
     assert {plan["parallel"] for plan in json.loads(file.read_text())["plans"]} == {"fsdp=2"}
 
 
+def test_ranks_that_share_a_sequence_take_a_part_of_it_each(tmp_path):
+    """One sequence on two ranks, of which each computes half."""
+    whole, shared = tmp_path / "whole.json", tmp_path / "shared.json"
+    assert cli.run([*PLAN[:5], "2x128", *PLAN[6:], "--parallel", "rtp=2", "--json", str(whole)]) == 0
+    assert cli.run([*PLAN[:5], "1x128", *PLAN[6:], "--parallel", "tsp=2", "--json", str(shared)]) == 0
+    (of_two,), (of_one,) = (json.loads(file.read_text())["plans"] for file in (whole, shared))
+    assert 0.5 < of_one["memory_by_category"]["activations"] / of_two["memory_by_category"]["activations"] < 0.6
+    assert of_one["time_by_part"]["computing"] < of_two["time_by_part"]["computing"]
+    assert of_one["time_by_part"]["waiting for messages"] > of_two["time_by_part"]["waiting for messages"]
+    assert cli.run([*PLAN[:5], "1x128", *PLAN[6:], "--json", str(shared)]) == 0
+    assert any("context=2" in plan["parallel"] for plan in json.loads(shared.read_text())["plans"])
+
+
 def test_the_page_needs_nothing_else(tmp_path):
     file = tmp_path / "plan.html"
     assert cli.run([*PLAN, "--html", str(file)]) == 0

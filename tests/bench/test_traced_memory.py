@@ -1,16 +1,25 @@
 """Passes counted without memory are those of real tensors, to the byte."""
 
 import gc
+import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from rotorch.bench.traced_memory import trace_memory
+from rotorch.bench.contender import UnderLayout
+from rotorch.bench.task import Task as BenchTask
+from rotorch.bench.tensor_memory import measure_tensors
+from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.models.describe import describe
-from rotorch.models.hf import causal_lm, load_config
+from rotorch.models.hf import causal_lm, config_from_dict, load_config
+from rotorch.planner.cluster import load_cluster
+from rotorch.planner.search import Batch, Task, judged
+from rotorch.planner.speeds import speeds_of
 from rotorch.planner.workload import fold
 from rotorch.shard.materialize import on_meta
+from rotorch.testing.ranks import run_ranks
 
 
 def kept_by_autograd(config, *, rows, tokens):
@@ -106,3 +115,60 @@ def test_tensors_of_others_do_not_count():
     others = torch.zeros(1 << 20)
     assert trace_memory(config, model, tokens=32, precision="float32") == alone
     del others
+
+
+def peak_of(task, layout):
+    """Bytes of a rank's tensors at the peak of a real step."""
+    contender = UnderLayout(task, parallel=layout)
+    contender.forward_backward(0)
+    contender.update()
+    found = measure_tensors(contender, step=1)
+    contender.close()
+    return found.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tsp=2",
+        "fsdp=2[context=2,recompute=block]",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("tsp=2[recompute=slice]", "fsdp=2[context=2]", "tsp=2[transport=send_receive]")
+        ),
+    ],
+)
+def test_predicted_peaks_of_a_shared_sequence_are_those_of_a_real_step(layout):
+    """Two ranks, 301 tokens: parts are not equally long."""
+    config = config_from_dict(json.loads(Path("configs/tiny/llama.json").read_text()) | {"vocab_size": 4096}, source="")
+    task = BenchTask(
+        name="tiny", model=config.to_dict(), vocabulary=4096, num_ranks=2, micro_batch=2, sequence_length=301
+    )
+    measured = max(run_ranks(peak_of, task, layout, num_ranks=2))
+    cluster = load_cluster("cpu2")
+    with on_meta():
+        spec = describe(causal_lm(config))
+    asked = Task(
+        spec=spec,
+        traced=trace_memory(config, fold(spec), tokens=301, precision="float32"),
+        cluster=cluster,
+        speeds=speeds_of(cluster, dtype="float32"),
+        batch=Batch(4, 301),
+        precision="float32",
+        budget_bytes=float("inf"),
+        shared=lambda ranks: traced_parts(config, tokens=301, num_ranks=ranks, precision="float32"),
+    )
+    predicted = judged(asked, layout, rows=4, accumulation=1).memory.total_bytes
+    assert predicted == pytest.approx(measured, rel=BOUND)
+
+
+BOUND = 0.0138
+"""Of the largest error that the planner aims at."""
+
+
+def test_of_a_model_whose_sequences_stay_whole_nothing_is_traced():
+    config = config_from_dict(
+        {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96}, source=""
+    )
+    spec, traced = traced_parts(config, tokens=32, num_ranks=2, precision="float32")
+    assert spec.sequences_stay_whole and not traced.layers

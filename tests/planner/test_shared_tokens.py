@@ -104,7 +104,7 @@ def test_ranks_that_share_a_sequence_compute_a_part_each_and_wait_for_keys():
 
 
 def test_stages_pass_on_the_tokens_that_a_rank_has():
-    """What composes outside of shared sequences is told of a rank's own part of them."""
+    """Strategies around those whose ranks share sequences are told of a rank's own part."""
     spec = transformer(layers=6, width=64)
     strategies = (*parse_parallel("pp=3"), *parse_parallel("fsdp=2[context=2]"))
     sent = [
