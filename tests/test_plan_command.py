@@ -97,6 +97,19 @@ def test_a_run_is_planned(tmp_path):
         planned(load_run_config("configs/demo.toml", overrides=[*overrides, "parallel.cluster=h100x8"]), nproc=2)
 
 
+def test_a_run_of_one_sequence_on_two_ranks_is_planned(tmp_path):
+    from rotorch.cli.auto import planned
+    from rotorch.run_config import load_run_config
+
+    overrides = ["parallel.layout=auto", "train.global_batch=1", f"train.out={tmp_path}/run"]
+    chosen = planned(load_run_config("configs/demo.toml", overrides=overrides), nproc=2)
+    assert chosen.plan.micro_batch * chosen.plan.accumulation * batch_ranks(parse_parallel(chosen.plan.parallel)) == 1
+    said = " ".join(chosen.told)
+    assert "context=2" in said
+    compiled = load_run_config("configs/demo.toml", overrides=[*overrides, "train.compile=true"])
+    assert "context=2" not in planned(compiled, nproc=2).plan.parallel
+
+
 def test_a_run_is_planned_again_for_fewer_ranks(tmp_path, capsys, monkeypatch):
     from rotorch.cli.auto import compared, planned
     from rotorch.run_config import load_run_config
