@@ -134,7 +134,13 @@ def peak_of(task, layout):
         "fsdp=2[context=2,recompute=block]",
         *(
             pytest.param(text, marks=pytest.mark.slow)
-            for text in ("tsp=2[recompute=slice]", "fsdp=2[context=2]", "tsp=2[transport=send_receive]")
+            for text in (
+                "tsp=2[recompute=slice]",
+                "fsdp=2[context=2]",
+                "tsp=2[transport=send_receive]",
+                "tsp=2[exchange=heads]",
+                "fsdp=2[context=2,exchange=heads,recompute=block]",
+            )
         ),
     ],
 )

@@ -46,7 +46,8 @@ def attending(spec: ModelSpec, *, window: int | None = None) -> ModelSpec:
             for w in unit.weights
             if w.cut is not None
         )
-        units += [first.with_note(KeysAndValues(2 * spec.order.attention_width, window)), second]
+        wide = spec.order.attention_width
+        units += [first.with_note(KeysAndValues(2 * wide, window, 8, 8, wide, wide)), second]
     return replace(spec, units=tuple(units))
 
 

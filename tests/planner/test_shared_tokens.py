@@ -66,6 +66,28 @@ def test_heads_that_share_keys_are_repeated_in_a_block_of_backward():
     assert more == 8192 * (2 * 1024 - 128)
 
 
+def test_heads_that_are_exchanged_are_kept_by_one_rank():
+    """Of 1,001 tokens of 4 ranks, 251 of one; eight heads, whose keys two or four share."""
+    batch = MicroBatch(3, 1001)
+    attention = TracedAttention(query_bytes=64.0, key_bytes=32.0, head_bytes=64.0, heads=8, key_heads=4)
+    queries, keys, sums = 1001 * 64 / 4, 1001 * 32 / 4, 1001 * 4 * 8 / 4
+    dealt = 3 * (2 * queries + keys + sums - 251 * 64)  # outputs are as wide as queries
+    assert kept_bytes(attention, batch=batch, num_ranks=4, by_heads=True) == dealt
+    windows = replace(attention, window=100)  # block by block, each computed again
+    assert kept_bytes(windows, batch=batch, num_ranks=4, by_heads=True) == 3 * (queries + keys - 251 * 64)
+    few = replace(attention, key_heads=2)  # two ranks have the same keys
+    assert kept_bytes(few, batch=batch, num_ranks=4, by_heads=True) == dealt + 3 * keys
+    uneven = replace(attention, key_heads=5, heads=5)  # two of five heads
+    assert uneven.dealt(4) == (0.4, 0.4 * 64, 0.4 * 32)
+
+
+def test_an_attention_of_all_tokens_is_computed_once():
+    model = fold(attending(transformer(layers=1)))
+    passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), num_ranks=4, by_heads=True)
+    assert passes.backward_input.flops == pytest.approx(2.5 * passes.forward.flops)
+    assert passes.forward.flops == 4 * 4096**2 / 2 / 4 * model.attention_width
+
+
 def test_all_ranks_wait_for_the_one_that_sends_or_gets_most():
     spec, (ring,) = attending(transformer(layers=1)), parse_parallel("rtp=4[context=4]")
     unit = next(unit for unit in spec.units if unit.note(KeysAndValues) is not None)

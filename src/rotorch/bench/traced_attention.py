@@ -46,6 +46,8 @@ def attentions_alone(module: nn.Module, *, found: Callable[[TracedAttention], No
                 head_bytes=float(of_keys * groups if groups > 1 else 0),
                 score_bytes=0.0 if is_fused else float(query.shape[1] * query.element_size()),
                 window=options.get("sliding_window"),
+                heads=query.shape[1],
+                key_heads=key.shape[1],
             )
         )
         output: Tensor = _Attended.apply(query, key, value)

@@ -410,7 +410,9 @@ def _of_sets(dealt: Tensor, query: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     """The queries, keys and values of `_as_sets`, each of as many features as those of `query` and `value`."""
     features = query.shape[3], value.shape[3]
     queries, keys, values = dealt.split([dealt.shape[3] - sum(features), *features], dim=-1)
-    return queries.unflatten(3, (-1, features[0])).transpose(2, 3).flatten(1, 2), keys, values
+    # Copies, each of its own: a view of one would keep all of them for backward beside copies of the others.
+    queries = queries.unflatten(3, (-1, features[0])).transpose(2, 3).flatten(1, 2)
+    return queries.contiguous(), keys.contiguous(), values.contiguous()
 
 
 def _sets(x: Tensor, *, num_sets: int) -> Tensor:

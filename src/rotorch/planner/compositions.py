@@ -84,8 +84,10 @@ def sharing_sequences(num_ranks: int, *, rows: int, per_node: int) -> Iterator[s
         sizes = {size for size in (num_ranks, per_node) if num_ranks % size == 0 and size % context == 0}
         for size in sorted(sizes, reverse=True):
             around = f"ddp={num_ranks // size}," if size < num_ranks else ""
-            if size <= 2 * per_node:
-                yield f"{around}rtp={size}[context={context}]"
-                yield f"{around}rtp={size}[recompute=slice,context={context}]"
-            yield f"{around}fsdp={size}[context={context}]"
-            yield f"{around}fsdp={size}[recompute=block,context={context}]"
+            for exchange in ("", ",exchange=heads"):
+                options = f"context={context}{exchange}]"
+                if size <= 2 * per_node:
+                    yield f"{around}rtp={size}[{options}"
+                    yield f"{around}rtp={size}[recompute=slice,{options}"
+                yield f"{around}fsdp={size}[{options}"
+                yield f"{around}fsdp={size}[recompute=block,{options}"

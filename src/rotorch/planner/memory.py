@@ -34,7 +34,7 @@ from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict_part
 from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
 from rotorch.planner.workload import FoldedModel
-from rotorch.strategies import context_ranks
+from rotorch.strategies import context_ranks, exchanges_heads
 from rotorch.strategies.fsdp.plan import FSDP
 from rotorch.strategies.single.plan import Single
 
@@ -335,10 +335,13 @@ def memory_of(
     """
     spec = held.spec if held is not None else None
     slots = strategies[-1].layout_of(spec, batch=batch).slots_bytes if spec is not None else 0
-    sharing_ranks = context_ranks(strategies)
+    sharing_ranks, by_heads = context_ranks(strategies), exchanges_heads(strategies)
     own = own_tokens(batch, num_ranks=sharing_ranks)
     keys, attending = (
-        tuple([of(each, batch=batch, num_ranks=sharing_ranks) for each in layer.attentions] for layer in traced.layers)
+        tuple(
+            [of(each, batch=batch, num_ranks=sharing_ranks, by_heads=by_heads) for each in layer.attentions]
+            for layer in traced.layers
+        )
         for of in (kept_bytes, backward_bytes)
     )
     passes = _Passes(

@@ -8,7 +8,8 @@
     A rank's queries attend block by block, and backward computes a block again (`models/shared_sequence.py`). Of a
     block's scores at most its last tokens are masked, so a rank computes little more than its part of a causal half.
     For one block at a time there are a mask, heads of keys and values repeated for the queries that share them, and
-    scores where no fused kernel computes them.
+    scores where no fused kernel computes them. Where ranks exchange heads and each token sees all before it, one fused
+    attention takes all queries, keeps its output, and nothing is computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range, Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Transfer
-from rotorch.core.zigzag import KeyExchange, seen_by, zigzag
+from rotorch.core.zigzag import KeyExchange, num_head_sets, seen_by, zigzag
 from rotorch.planner.speeds import Row, Work
 from rotorch.planner.workload import FoldedModel, LayerClass, Passes
 
@@ -39,6 +40,8 @@ class TracedAttention:
         head_bytes: the same with as many heads as queries have; 0 if they have as many.
         score_bytes: of a score of every head; 0 if a fused kernel computes them.
         window: tokens that a token attends to; None: all before it.
+        heads: of queries.
+        key_heads: of keys and values.
     """
 
     query_bytes: float
@@ -46,6 +49,24 @@ class TracedAttention:
     head_bytes: float = 0.0
     score_bytes: float = 0.0
     window: int | None = None
+    heads: int = 1
+    key_heads: int = 1
+
+    @property
+    def is_fused(self) -> bool:
+        """True if one kernel takes all tokens of a rank's heads."""
+        return self.window is None and not self.score_bytes
+
+    def dealt(self, num_ranks: int) -> tuple[float, float, float]:
+        """A rank's share of the heads where these are exchanged, and bytes of its queries and keys, per token."""
+        sets = num_head_sets(heads=self.heads, key_heads=self.key_heads, num_ranks=num_ranks, repeats=True)
+        share = most_of(sets, num_ranks)
+        return share, share * self.query_bytes, share * self.key_bytes * sets / self.key_heads
+
+
+def most_of(sets: int, num_ranks: int) -> float:
+    """Share of the rank that most sets of heads are dealt to."""
+    return -(-sets // num_ranks) / sets
 
 
 @dataclass(frozen=True)
@@ -108,31 +129,50 @@ def most_keys(num_tokens: int, num_ranks: int, window: int | None) -> int:
 # ---------------------------------------------------------------- memory
 
 
-def kept_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int) -> float:
-    """Bytes of the keys and values that an attention keeps for backward.
+def kept_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int, by_heads: bool = False) -> float:
+    """Bytes that an attention keeps for backward beside its own tokens' queries.
 
     Args:
         attention: as it was traced.
         batch: the micro-batch; its tokens are those of the whole sequence.
         num_ranks: of those that share it.
+        by_heads: they exchange heads, not keys and values.
     """
+    if by_heads:
+        share, queries, keys = attention.dealt(num_ranks)
+        outputs = queries + share * _SUM_OF_SCORES_BYTES * attention.heads if attention.is_fused else 0.0
+        own = own_tokens(batch, num_ranks=num_ranks).num_tokens * attention.query_bytes
+        return batch.num_rows * (batch.num_tokens * (queries + keys + outputs) - own)
     return batch.num_rows * most_keys(batch.num_tokens, num_ranks, attention.window) * attention.key_bytes
 
 
-def backward_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int) -> float:
+_SUM_OF_SCORES_BYTES = 4
+"""Of a head and a query, which a fused attention keeps: float32."""
+
+
+def backward_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int, by_heads: bool = False) -> float:
     """Bytes beside the kept ones while an attention's longest block of queries is in backward.
 
     Its heads of keys and values repeated, the gradient of each, its mask, and gradients of all queries, keys and
-    values, to which those of each block are added.
+    values, to which those of each block are added. Of heads that are exchanged: the gradients of outputs, and those of
+    queries, keys and values twice, apart and together.
 
     Args:
         attention: as it was traced.
         batch: the micro-batch; its tokens are those of the whole sequence.
         num_ranks: of those that share it.
+        by_heads: they exchange heads, not keys and values.
     """
     rows, queries, window = batch.num_rows, block_size(batch.num_tokens), attention.window
     seen = batch.num_tokens if window is None else min(batch.num_tokens, window + queries - 1)
     heads = 2.0 * attention.head_bytes if attention.head_bytes else attention.key_bytes
+    if by_heads:
+        share, of_queries, of_keys = attention.dealt(num_ranks)
+        gradients = rows * batch.num_tokens * (of_queries + 2 * (of_queries + of_keys))
+        if attention.is_fused:
+            return gradients
+        scores = _SCORES_AT_ONCE * rows * attention.score_bytes * share
+        return gradients + rows * seen * heads * share + queries * seen * (1.0 + batch.itemsize + scores)
     own = own_tokens(batch, num_ranks=num_ranks).num_tokens
     sums = own * attention.query_bytes + most_keys(batch.num_tokens, num_ranks, window) * attention.key_bytes
     scores = _SCORES_AT_ONCE * rows * attention.score_bytes
@@ -167,7 +207,9 @@ def slowest_exchange(unit: Unit, *, strategy: Strategy, batch: MicroBatch, num_r
 # ---------------------------------------------------------------- work
 
 
-def attention_passes(model: FoldedModel, layer: LayerClass, *, batch: MicroBatch, num_ranks: int) -> Passes:
+def attention_passes(
+    model: FoldedModel, layer: LayerClass, *, batch: MicroBatch, num_ranks: int, by_heads: bool = False
+) -> Passes:
     """The operators of a layer's attention on the rank that computes most (see [Note: blocks of queries]).
 
     Args:
@@ -175,11 +217,21 @@ def attention_passes(model: FoldedModel, layer: LayerClass, *, batch: MicroBatch
         layer: of it.
         batch: the micro-batch; its tokens are those of the whole sequence.
         num_ranks: of those that share one.
+        by_heads: they exchange heads, not keys and values.
     """
-    width, size, rows = model.attention_width, batch.itemsize, batch.num_rows
+    width, size, rows = float(model.attention_width), batch.itemsize, batch.num_rows
     note = next((note for unit in layer.units if (note := unit.note(KeysAndValues)) is not None), None)
-    exchanged, window = (note.width, note.window) if note is not None else (2 * width, None)
-    blocks = blocks_of_rank(batch.num_tokens, num_ranks, window)
+    exchanged, window = (float(note.width), note.window) if note is not None else (2 * width, None)
+    if by_heads:
+        share = most_of(num_ranks if note is None else note.num_sets(num_ranks), num_ranks)
+        width, exchanged = width * share, exchanged * share
+        if window is None and (note is None or note.repeats):
+            pairs = batch.num_tokens**2 / 2
+            moved = rows * batch.num_tokens * (2.0 * width + exchanged) * size
+            fused: Row = (4.0 * rows * pairs * width, 2.0 / batch.num_tokens + 1.0 / 128, moved, 2.0)
+            again: Row = (2.5 * fused[0], fused[1], 2 * moved, 3.0)
+            return Passes(Work.of(fused), Work.of(again), Work.of())
+    blocks = blocks_of_rank(batch.num_tokens, 1 if by_heads else num_ranks, window)
     flops = 4.0 * rows * blocks.pairs * width
     sides = blocks.number / blocks.queries + blocks.number / blocks.keys + 1.0 / 128
     repeated = 3.0 * 2 * width if exchanged < 2 * width else 0.0
@@ -188,7 +240,7 @@ def attention_passes(model: FoldedModel, layer: LayerClass, *, batch: MicroBatch
     operators = float(_OPERATORS_OF_BLOCK * blocks.number)
     forward: Row = (flops, sides, moved + mask, operators)
     # The gradient of a block's queries and keys is one of all queries and keys, to which the next one's is added.
-    needed = most_keys(batch.num_tokens, num_ranks, window)
+    needed = most_keys(batch.num_tokens, 1 if by_heads else num_ranks, window)
     whole = rows * (blocks.queries * width + needed * exchanged)
     sums = 4.0 * blocks.number * whole * size
     backward: Row = (2.5 * flops, sides, 2 * moved + sums, operators)

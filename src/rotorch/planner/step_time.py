@@ -46,7 +46,7 @@ from rotorch.planner.workload import (
     optimizer_work,
     unit_passes,
 )
-from rotorch.strategies import context_ranks
+from rotorch.strategies import context_ranks, exchanges_heads
 from rotorch.strategies.megatron.along_tokens import longest, tokens_cut, without_ends
 
 _MOST_LAYERS = 3
@@ -245,7 +245,13 @@ class _Step:
         plan, shares = self.plan, self.plan.sharing_ranks > 1
         attention = None
         if shares and plan.model.attention_width:
-            attention = attention_passes(plan.model, layer, batch=plan.batch, num_ranks=plan.sharing_ranks)
+            attention = attention_passes(
+                plan.model,
+                layer,
+                batch=plan.batch,
+                num_ranks=plan.sharing_ranks,
+                by_heads=exchanges_heads(plan.strategies),
+            )
         passes = layer_passes(
             plan.model, layer, batch=plan.own, cutting=self.cutting, numerics=plan.numerics, attention=attention
         )

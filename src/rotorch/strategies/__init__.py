@@ -217,6 +217,11 @@ def context_ranks(strategies: Sequence[Strategy]) -> int:
     return math.prod(size for strategy in strategies for size in strategy.context_axes.values())
 
 
+def exchanges_heads(strategies: Sequence[Strategy]) -> bool:
+    """Returns True if ranks that share a sequence exchange heads of attentions, not keys and values."""
+    return any(strategy.context_axes and strategy.exchanges_heads for strategy in strategies)
+
+
 def check_compiled(strategies: Sequence[Strategy]) -> None:
     """Raises `ConfigError` if a strategy compiles nothing, for `compile=True`."""
     for strategy in strategies:
