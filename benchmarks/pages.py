@@ -196,6 +196,19 @@ def rtp_shares(read: Callable[[str], Record]) -> list[str]:
     return lines
 
 
+def long_sequences(read: Callable[[str], Record]) -> list[str]:
+    """docs/long_context.md: layouts of two ranks and two sequences of 4,096 tokens, of the record of `long.toml`."""
+    record = read("long/llama-h384-4096-2ranks-4096tokens.json")
+    lines = table_head("layout", "of the limit, median of rounds", "peak of tensors per rank", "sent per rank and step")
+    for row in record["rows"]:
+        cells = (
+            two_digits(row["ratio_to_limit"]),
+            *map(mebibytes, (row["peak_bytes_per_rank"], row["sent_bytes_per_rank"])),
+        )
+        lines.append(f"| `{row['parallel']}` | {' | '.join(cells)} |")
+    return [*lines, "", *wrapped([origin_of(record)])]
+
+
 def rtp_capacity(read: Callable[[str], Record]) -> list[str]:
     """docs/papers.md: the largest model within a rank's memory, by ranks."""
     lines = table_head("ranks", "layers", "parameters", "peak", "with one layer more", "times one process")
@@ -225,6 +238,7 @@ PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]]
     "rtp peaks": (Path("docs") / "papers.md", rtp_peaks),
     "rtp ratios": (Path("docs") / "papers.md", rtp_ratios),
     "rtp shares": (Path("docs") / "papers.md", rtp_shares),
+    "long sequences": (Path("docs") / "long_context.md", long_sequences),
     "rtp capacity": (Path("docs") / "papers.md", rtp_capacity),
     "rtp building": (Path("docs") / "papers.md", rtp_building),
 }
