@@ -212,7 +212,9 @@ def test_keys_go_out_in_forward_and_gradients_come_back():
         ("tsp=2[exchange=heads]", "gemma3_text"),  # two heads of keys
         pytest.param("tsp=4[exchange=heads]", "qwen3", marks=pytest.mark.slow),
         ("fsdp=4[context=4,exchange=heads]", "mistral"),  # fewer heads of keys than ranks
-        ("rtp=4[context=2,exchange=heads,transport=send_receive,recompute=slice]", "cohere2"),
+        pytest.param(
+            "rtp=4[context=2,exchange=heads,transport=send_receive,recompute=slice]", "cohere2", marks=pytest.mark.slow
+        ),
         ("fsdp=2[context=2,exchange=heads,recompute=block]", "gemma2"),  # by the model's own code
         ("pp=2,tsp=2", "gemma3_text"),
         ("pp=2,fsdp=2[context=2,recompute=block]", "mistral"),

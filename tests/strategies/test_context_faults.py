@@ -228,7 +228,19 @@ FAULTS = [
 """A fault, the subject that it matters for, and the function that it stands in for, under each name that has it."""
 
 
-@pytest.mark.parametrize(("fault", "name", "places"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+ALIKE = {
+    window_one_shorter, chunks_in_the_other_order, token_that_does_not_see_itself, grouped_heads_repeated_in_turn,
+    scale_lost, keys_read_one_token_off, ranges_put_in_the_other_order, keys_taken_for_values,
+    gradients_that_come_home_twice, keys_of_the_layer_before, heads_of_sets_side_by_side_in_turn,
+}  # fmt: skip
+"""Faults of a kind that another one of the list shows; among the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "places"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if each[0] in ALIKE else []) for each in FAULTS],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_a_fault_is_noticed(monkeypatch, fault, name, places):
     def plant():
         for owner, attribute in places:
