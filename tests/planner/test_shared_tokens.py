@@ -94,6 +94,10 @@ def test_all_ranks_wait_for_the_one_that_sends_or_gets_most():
     forward, backward = slowest_exchange(unit, strategy=ring, batch=MicroBatch(2, 64), num_ranks=4)
     width = unit.note(KeysAndValues).width
     assert forward.sent_bytes == backward.sent_bytes == 2 * (64 - 64 // 4) * width * 4
+    (by_heads,) = parse_parallel("rtp=4[context=4,exchange=heads]")
+    expected = by_heads.activation_transfers(unit, batch=MicroBatch(2, 64), position=1)  # equal parts: as every rank
+    assert slowest_exchange(unit, strategy=by_heads, batch=MicroBatch(2, 64), num_ranks=4) == expected
+    assert len({transfer.sent_bytes for transfer in expected}) == 2  # sets, and outputs
     assert not slowest_exchange(unit, strategy=parse_parallel("rtp=4")[0], batch=MicroBatch(2, 64), num_ranks=1)
 
 

@@ -304,7 +304,7 @@ def test_padding_and_micro_batches_of_other_lengths(model, layout):
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("gemma3_text", "tsp=2"), ("gpt_oss", "fsdp=2[context=2]"), ("mistral", "tsp=2[exchange=heads]")],
+    [("gemma3_text", "tsp=2"), ("gpt_oss", "fsdp=2[context=2]"), ("gemma3_text", "tsp=2[exchange=heads]")],
 )
 def test_documents_of_a_row_stay_apart(model, layout):
     """Their borders lie elsewhere in each row, within chunks and between them, also between this rank's two."""

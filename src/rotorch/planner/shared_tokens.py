@@ -187,9 +187,10 @@ _SCORES_AT_ONCE = 4
 
 
 def slowest_exchange(unit: Unit, *, strategy: Strategy, batch: MicroBatch, num_ranks: int) -> tuple[Transfer, ...]:
-    """Messages of keys and values of the attention that begins with a unit, as long as the busiest rank has them.
+    """Messages of the attention that begins with a unit, as long as the busiest rank has them.
 
-    A link carries both directions at once, and what a rank sends in forward it gets back in backward.
+    A link carries both directions at once. Of keys, a rank gets back in backward what it sends in forward; heads and
+    their outputs are as many both ways, and each has messages of its own.
 
     Args:
         unit: of a model's description for ranks that share sequences.
@@ -200,8 +201,9 @@ def slowest_exchange(unit: Unit, *, strategy: Strategy, batch: MicroBatch, num_r
     if num_ranks == 1 or unit.note(KeysAndValues) is None:
         return ()
     ranks = [strategy.activation_transfers(unit, batch=batch, position=rank) for rank in range(num_ranks)]
-    most = max(transfer.sent_bytes for transfers in ranks for transfer in transfers)
-    return tuple(replace(transfer, payload_bytes=most, sent_bytes=most) for transfer in ranks[0])
+    each = [max(transfer.sent_bytes for transfer in same) for same in zip(*ranks, strict=True)]
+    most = each if strategy.exchanges_heads else [max(each)] * len(each)
+    return tuple(replace(t, payload_bytes=m, sent_bytes=m) for t, m in zip(ranks[0], most, strict=True))
 
 
 # ---------------------------------------------------------------- work
@@ -223,8 +225,9 @@ def attention_passes(
     note = next((note for unit in layer.units if (note := unit.note(KeysAndValues)) is not None), None)
     exchanged, window = (float(note.width), note.window) if note is not None else (2 * width, None)
     if by_heads:
-        share = most_of(num_ranks if note is None else note.num_sets(num_ranks), num_ranks)
-        width, exchanged = width * share, exchanged * share
+        sets, key_heads = (num_ranks,) * 2 if note is None else (note.num_sets(num_ranks), note.key_heads)
+        share = most_of(sets, num_ranks)
+        width, exchanged = width * share, exchanged * share * sets / key_heads
         if window is None and (note is None or note.repeats):
             pairs = batch.num_tokens**2 / 2
             moved = rows * batch.num_tokens * (2.0 * width + exchanged) * size
