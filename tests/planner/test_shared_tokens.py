@@ -7,15 +7,13 @@ from shapes import attending, transformer
 
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.traffic import MicroBatch
-from rotorch.core.zigzag import KeyExchange, zigzag
-from rotorch.models.shared_sequence import blocks_of
+from rotorch.core.zigzag import KeyExchange, block_size, blocks_of, zigzag
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.prediction import predict
 from rotorch.planner.shared_tokens import (
     TracedAttention,
     attention_passes,
     backward_bytes,
-    block_size,
     blocks_of_rank,
     kept_bytes,
     own_tokens,
@@ -61,7 +59,7 @@ def test_keys_that_are_kept_are_those_that_the_exchange_brings(window):
 
 def test_heads_that_share_keys_are_repeated_in_a_block_of_backward():
     batch, alone = MicroBatch(1, 8192), TracedAttention(query_bytes=512.0, key_bytes=128.0)
-    grouped = replace(alone, head_bytes=1024.0)
+    grouped = replace(alone, heads=8)
     more = backward_bytes(grouped, batch=batch, num_ranks=4) - backward_bytes(alone, batch=batch, num_ranks=4)
     assert more == 8192 * (2 * 1024 - 128)
 
@@ -69,7 +67,7 @@ def test_heads_that_share_keys_are_repeated_in_a_block_of_backward():
 def test_heads_that_are_exchanged_are_kept_by_one_rank():
     """Of 1,001 tokens of 4 ranks, 251 of one; eight heads, whose keys two or four share."""
     batch = MicroBatch(3, 1001)
-    attention = TracedAttention(query_bytes=64.0, key_bytes=32.0, head_bytes=64.0, heads=8, key_heads=4)
+    attention = TracedAttention(query_bytes=64.0, key_bytes=32.0, heads=8, key_heads=4)
     queries, keys, sums = 1001 * 64 / 4, 1001 * 32 / 4, 1001 * 4 * 8 / 4
     dealt = 3 * (2 * queries + keys + sums - 251 * 64)  # outputs are as wide as queries
     assert kept_bytes(attention, batch=batch, num_ranks=4, by_heads=True) == dealt

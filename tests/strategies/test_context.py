@@ -14,12 +14,11 @@ from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.shared_context import KeysAndValues, key_value_transfers
 from rotorch.core.spec import Combine, Unit, UnitKind
 from rotorch.core.traffic import Kind, MicroBatch, Phase
-from rotorch.core.zigzag import HeadExchange, KeyExchange, seen_by, zigzag
+from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, zigzag
 from rotorch.drop_in.plain_loops import check_plain_loop
 from rotorch.models import describe as describing
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
-from rotorch.models.shared_sequence import blocks_of
 from rotorch.models.trial.shared_sequence import try_shared
 from rotorch.strategies import batch_ranks, context_ranks, format_parallel, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic

@@ -37,13 +37,11 @@ def attentions_alone(module: nn.Module, *, found: Callable[[TracedAttention], No
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
         of_keys = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
-        groups = query.shape[1] // key.shape[1]
         is_fused = own.get(id(getattr(module, "config", None))) == "sdpa"
         found(
             TracedAttention(
                 query_bytes=float(query.shape[1] * query.shape[3] * query.element_size()),
                 key_bytes=float(of_keys),
-                head_bytes=float(of_keys * groups if groups > 1 else 0),
                 score_bytes=0.0 if is_fused else float(query.shape[1] * query.element_size()),
                 window=options.get("sliding_window"),
                 heads=query.shape[1],

@@ -9,12 +9,16 @@ heads, in place of some tokens of all heads (`HeadExchange`; DeepSpeed-Ulysses, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.redistribution import Part, Redistribution
 from rotorch.core.spec import Range
+
+_FEWEST_BLOCKS, _LARGEST_BLOCK = 16, 512
+"""Blocks of queries of a sequence, and tokens of a block."""
 
 
 def zigzag(num_tokens: int, *, num_ranks: int) -> tuple[tuple[Range, Range], ...]:
@@ -26,10 +30,26 @@ def zigzag(num_tokens: int, *, num_ranks: int) -> tuple[tuple[Range, Range], ...
         num_tokens: of the sequence.
         num_ranks: of those that share it.
     """
-    num_chunks = 2 * num_ranks
-    each, rest = divmod(num_tokens, num_chunks)
-    chunks = [Range(i * each + min(i, rest), each + (i < rest)) for i in range(num_chunks)]
-    return tuple((chunks[rank], chunks[num_chunks - 1 - rank]) for rank in range(num_ranks))
+    chunks = _even(num_tokens, parts=2 * num_ranks)
+    return tuple((chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks))
+
+
+def _even(size: int, *, parts: int) -> list[Range]:
+    """Consecutive parts of a size, of which the first are one longer where it does not divide."""
+    each, rest = divmod(size, parts)
+    return [Range(i * each + min(i, rest), each + (i < rest)) for i in range(parts)]
+
+
+def block_size(num_tokens: int) -> int:
+    """Queries of a sequence that attend at once."""
+    return min(_LARGEST_BLOCK, max(1, num_tokens // _FEWEST_BLOCKS))
+
+
+def blocks_of(chunk: Range, *, num_tokens: int) -> Iterator[Range]:
+    """A chunk of a sequence in blocks of queries."""
+    size = block_size(num_tokens)
+    for start in range(chunk.start, chunk.stop, size):
+        yield Range(start, min(size, chunk.stop - start))
 
 
 def seen_by(queries: Range, *, window: int | None) -> Range:
@@ -136,8 +156,7 @@ class HeadExchange:
     def moves(self) -> Redistribution:
         """From all sets of this rank's tokens to all tokens of its sets."""
         chunks = zigzag(self.num_tokens, num_ranks=self.num_ranks)
-        each, rest = divmod(self.num_sets, self.num_ranks)
-        sets = [Range(i * each + min(i, rest), each + (i < rest)) for i in range(self.num_ranks)]
+        sets = _even(self.num_sets, parts=self.num_ranks)
         first, second = chunks[self.rank]
         mine = (Range(0, first.length), Range(first.length, second.length))
         return Redistribution(

@@ -30,7 +30,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range
-from rotorch.core.zigzag import HeadExchange, KeyExchange, num_head_sets, seen_by, zigzag
+from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, zigzag
 from rotorch.models.losses import Batch
 
 Exchange = Callable[[Tensor, Redistribution], Tensor]
@@ -56,7 +56,6 @@ _Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 _TEXT = ("input_ids", "inputs_embeds")
 _KNOWN = (*_TEXT, "labels", "shift_labels", "attention_mask", "position_ids")
 _IGNORED = -100
-_FEWEST_BLOCKS, _LARGEST_BLOCK = 16, 512
 _NO_OPTIONS = {"softcap", "s_aux", "position_bias", "cache"}  # of attentions: scaled_dot_product_attention has none
 
 
@@ -221,20 +220,27 @@ class SharedSequence:
                 f"{type(module).__name__} is run again in backward by a checkpoint that is not rotorch's, after other "
                 "micro-batches have passed. Leave gradient checkpointing out, and write recompute=block for pp or fsdp"
             )
-        heads, width = query.shape[1], key.shape[1] * (key.shape[3] + value.shape[3])
-        of_heads = (heads, key.shape[1], heads * query.shape[3], heads * value.shape[3])
+        heads, key_heads = query.shape[1], key.shape[1]
+        note = KeysAndValues(
+            width=key_heads * (key.shape[3] + value.shape[3]),
+            window=sliding_window,
+            heads=heads,
+            key_heads=key_heads,
+            query_width=heads * query.shape[3],
+            output_width=heads * value.shape[3],
+        )
         self.attended.append(module)
-        self.exchanged.append(KeysAndValues(width, sliding_window, *of_heads))
+        self.exchanged.append(note)
         attend = self._attention_of(module, dropout=dropout, scaling=scaling, window=sliding_window, options=options)
         fused = self._own_name(module) == "sdpa"
         of_blocks = _Blocks(attend, sequence, sliding_window, has_dropout=dropout > 0)
         if not self._by_heads:
             part = KeyExchange(sequence.num_tokens, self._num_ranks, self.rank, sliding_window)
             # One message; keys and values may differ in their features.
-            fetched = self._exchange(torch.cat([key, value], dim=-1), part.moves(num_heads=key.shape[1]))
+            fetched = self._exchange(torch.cat([key, value], dim=-1), part.moves(num_heads=key_heads))
             keys, values = fetched.split([key.shape[3], value.shape[3]], dim=-1)
             return of_blocks.attend(query, keys, values, chunks=sequence.chunks, place_of=part.offset), None
-        num_sets = num_head_sets(heads=heads, key_heads=key.shape[1], num_ranks=self._num_ranks, repeats=fused)
+        num_sets = replace(note, repeats=fused).num_sets(self._num_ranks)
         moves = HeadExchange(sequence.num_tokens, self._num_ranks, self.rank, num_sets).moves
         dealt = self._exchange(_as_sets(query, key, value, num_sets=num_sets), moves)
         queries, keys, values = _of_sets(dealt, query, value)
@@ -423,13 +429,6 @@ def _sets(x: Tensor, *, num_sets: int) -> Tensor:
 def _repeated(x: Tensor, *, times: int) -> Tensor:
     """Heads of keys or values, each as often as query heads share it."""
     return x if times == 1 else x.repeat_interleave(times, dim=1)
-
-
-def blocks_of(chunk: Range, *, num_tokens: int) -> Iterator[Range]:
-    """A chunk in blocks of queries (see [Note: blocks])."""
-    size = min(_LARGEST_BLOCK, max(1, num_tokens // _FEWEST_BLOCKS))
-    for start in range(chunk.start, chunk.stop, size):
-        yield Range(start, min(size, chunk.stop - start))
 
 
 def _mask(block: Range, seen: Range, *, window: int | None, sequence: _Sequence, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,12 +22,9 @@ from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range, Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Transfer
-from rotorch.core.zigzag import KeyExchange, num_head_sets, seen_by, zigzag
+from rotorch.core.zigzag import KeyExchange, block_size, blocks_of, num_head_sets, seen_by, zigzag
 from rotorch.planner.speeds import Row, Work
 from rotorch.planner.workload import FoldedModel, LayerClass, Passes
-
-FEWEST_BLOCKS, LARGEST_BLOCK = 16, 512
-"""Of a sequence, and tokens of a block."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,6 @@ class TracedAttention:
     Attributes:
         query_bytes: of queries, per token.
         key_bytes: of keys and values together, per token, as ranks exchange them.
-        head_bytes: the same with as many heads as queries have; 0 if they have as many.
         score_bytes: of a score of every head; 0 if a fused kernel computes them.
         window: tokens that a token attends to; None: all before it.
         heads: of queries.
@@ -46,11 +42,15 @@ class TracedAttention:
 
     query_bytes: float
     key_bytes: float
-    head_bytes: float = 0.0
     score_bytes: float = 0.0
     window: int | None = None
     heads: int = 1
     key_heads: int = 1
+
+    @property
+    def head_bytes(self) -> float:
+        """Bytes of keys and values with as many heads as queries have; 0 if they have as many."""
+        return self.key_bytes * self.heads / self.key_heads if self.heads > self.key_heads else 0.0
 
     @property
     def is_fused(self) -> bool:
@@ -99,7 +99,7 @@ def blocks_of_rank(num_tokens: int, num_ranks: int, window: int | None) -> Block
 
 
 def _blocks(chunks: Sequence[Range], num_tokens: int, window: int | None) -> Blocks:
-    each = [block for chunk in chunks for block in _cut(chunk, num_tokens)]
+    each = [block for chunk in chunks for block in blocks_of(chunk, num_tokens=num_tokens)]
     seen = [seen_by(block, window=window).length for block in each]
     return Blocks(
         number=len(each),
@@ -107,17 +107,6 @@ def _blocks(chunks: Sequence[Range], num_tokens: int, window: int | None) -> Blo
         keys=sum(seen),
         pairs=sum(block.length * keys for block, keys in zip(each, seen, strict=True)),
     )
-
-
-def _cut(chunk: Range, num_tokens: int) -> Iterator[Range]:
-    size = block_size(num_tokens)
-    for start in range(chunk.start, chunk.stop, size):
-        yield Range(start, min(size, chunk.stop - start))
-
-
-def block_size(num_tokens: int) -> int:
-    """Queries of a block of a sequence."""
-    return min(LARGEST_BLOCK, max(1, num_tokens // FEWEST_BLOCKS))
 
 
 @lru_cache(maxsize=1024)
