@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_peaks import peak_of
 
-from rotorch.bench.contender import UnderLayout
-from rotorch.bench.tensor_memory import measure_tensors
 from rotorch.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,15 +16,6 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "papers"))
 import rtp  # noqa: E402
 
 TINY = rtp.gpt2(width=128, layers=2, heads=4) | {"vocab_size": 8192}
-
-
-def real_peak(task, parallel):
-    contender = UnderLayout(task, parallel=parallel)
-    contender.forward_backward(0)
-    contender.update()
-    found = measure_tensors(contender, step=1)
-    contender.close()
-    return found.peak_bytes
 
 
 LAYOUTS = (f"rtp=2[{rtp.MESSAGES}]", f"rtp=2[recompute=slice,{rtp.IN_PLACE}]")
@@ -47,7 +37,7 @@ def faked():
 
 @pytest.mark.parametrize("parallel", LAYOUTS)
 def test_a_rank_with_faked_neighbours_holds_what_a_real_one_does(faked, parallel, warm):
-    real = run_ranks(real_peak, rtp.task_of(TINY, ranks=2, rows=2, tokens=64), parallel, num_ranks=2)[0]
+    real = run_ranks(peak_of, rtp.task_of(TINY, ranks=2, rows=2, tokens=64), parallel, num_ranks=2)[0]
     found = faked[parallel, 2]
     assert found["peak_bytes"] == pytest.approx(real, rel=0.01)
     assert sum(n for name, n in found.items() if name != "peak_bytes") == found["peak_bytes"]

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_peaks import peak_of
 
-from rotorch.bench.contender import UnderLayout
 from rotorch.bench.task import Task as BenchTask
-from rotorch.bench.tensor_memory import measure_tensors
 from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
@@ -115,16 +114,6 @@ def test_tensors_of_others_do_not_count():
     others = torch.zeros(1 << 20)
     assert trace_memory(config, model, tokens=32, precision="float32") == alone
     del others
-
-
-def peak_of(task, layout):
-    """Bytes of a rank's tensors at the peak of a real step."""
-    contender = UnderLayout(task, parallel=layout)
-    contender.forward_backward(0)
-    contender.update()
-    found = measure_tensors(contender, step=1)
-    contender.close()
-    return found.peak_bytes
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import re
 
 import pytest
 import torch
-from small_configs import SIZES, config_of
+from context_models import module_of, tiny_config
+from small_configs import SIZES
 
 import rotorch
 from rotorch.core.errors import ConfigError
@@ -18,9 +19,6 @@ from rotorch.testing.subjects import compute_exactly
 from rotorch.testing.verify import BAR
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-TINY = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 8}
-WINDOWS = {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def sum_over_tokens(module, batch, num_targets):
@@ -45,9 +43,7 @@ def without_head(config, loss, layout):
     )
     batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
     with exact_arithmetic():
-        config.use_cache = False
-        torch.manual_seed(0)
-        module = causal_lm(config).double().train().model
+        module = module_of(config).model
         model = rotorch.parallelize(module, layout, device="cpu", loss=loss)
         total, _ = model.forward_backward(batch)
     gradients = {name: model.full_tensor(name, grad=True) for name in model.weights}
@@ -61,7 +57,7 @@ def without_head(config, loss, layout):
 
 
 def test_a_loss_of_ones_own_over_tokens_is_summed_over_ranks():
-    config = config_of("gemma3_text", **TINY, **WINDOWS)
+    config = tiny_config("gemma3_text")
     compute_exactly(config)
     ((expected, gradients, _),) = run_ranks(without_head, config, sum_over_tokens, "single", num_ranks=1)
     for total, found, said in run_ranks(without_head, config, sum_over_tokens, "tsp=2", num_ranks=2):
@@ -80,7 +76,7 @@ def test_a_loss_of_ones_own_over_tokens_is_summed_over_ranks():
 )
 def test_a_loss_of_ones_own_that_is_no_sum_over_tokens_is_refused(loss, said):
     with rotorch.on_meta():
-        module = causal_lm(config_of("llama", **TINY)).model
+        module = causal_lm(tiny_config("llama")).model
     assert not try_shared(module).refused and not try_shared(module).has_loss
     with pytest.raises(ConfigError, match=re.escape(said)):
         rotorch.parallelize(module, "tsp=2", device="cpu", loss=loss)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
+from rotorch.models.attention_interface import attending_by, attention_configs, attention_names
 from rotorch.planner.shared_tokens import TracedAttention
 
 _NAME = "rotorch_traced_attention"
@@ -28,10 +29,8 @@ def attentions_alone(module: nn.Module, *, found: Callable[[TracedAttention], No
         module: a Hugging Face model.
         found: told of every attention that is called.
     """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    configs = {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}
-    own = {key: config._attn_implementation for key, config in configs.items()}
+    configs = attention_configs(module)
+    own = attention_names(configs)
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any = None, **options: Any
@@ -51,15 +50,8 @@ def attentions_alone(module: nn.Module, *, found: Callable[[TracedAttention], No
         output: Tensor = _Attended.apply(query, key, value)
         return output, None
 
-    ALL_ATTENTION_FUNCTIONS[_NAME] = attend
-    try:
-        for config in configs.values():
-            config._attn_implementation = _NAME
+    with attending_by(attend, name=_NAME, configs=configs):
         yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = own[key]
-        del ALL_ATTENTION_FUNCTIONS[_NAME]
 
 
 class _Attended(Function):

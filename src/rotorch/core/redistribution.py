@@ -37,16 +37,12 @@ class Redistribution:
         rank: this rank's number.
         sends: by rank, the part of this rank's tensor that goes there; its own stays.
         receives: by rank, the part of the result that comes from there.
-        num_heads: of this rank's tensor.
-        num_tokens: of it.
         overlap: True if something of it goes to several ranks, whose gradients then add up; all of it stays, too.
     """
 
     rank: int
     sends: tuple[Part, ...]
     receives: tuple[Part, ...]
-    num_heads: int
-    num_tokens: int
     overlap: bool = False
 
     @property
@@ -64,8 +60,7 @@ class Redistribution:
     @property
     def back(self) -> Redistribution:
         """The way back: of a result to this rank's tensor."""
-        heads, tokens = self.num_made
-        return Redistribution(self.rank, self.receives, self.sends, heads, tokens)
+        return Redistribution(self.rank, self.receives, self.sends)
 
     @property
     def sent(self) -> int:

@@ -119,8 +119,6 @@ class KeyExchange:
             self.rank,
             sends=tuple(Part(heads, self.sends(to)) for to in ranks),
             receives=tuple(Part(heads, self.receives(source)) for source in ranks),
-            num_heads=num_heads,
-            num_tokens=sum(chunk.length for chunk in self.chunks),
             overlap=True,
         )
 
@@ -163,8 +161,6 @@ class HeadExchange:
             self.rank,
             sends=tuple(Part(theirs, mine) for theirs in sets),
             receives=tuple(Part(Range(0, sets[self.rank].length), theirs) for theirs in chunks),
-            num_heads=self.num_sets,
-            num_tokens=first.length + second.length,
         )
 
 

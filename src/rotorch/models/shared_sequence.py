@@ -44,6 +44,7 @@ from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range
 from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, zigzag
+from rotorch.models.attention_interface import attending_by, attention_configs, attention_names
 from rotorch.models.losses import Batch
 
 Exchange = Callable[[Tensor, Redistribution], Tensor]
@@ -114,8 +115,8 @@ class SharedSequence:
         interleaved: bool = False,
     ) -> None:
         self._name = f"rotorch_shared_sequence_{id(self)}"
-        self._configs = _configs_of(module)
-        self._own = {id(config): config._attn_implementation for config in self._configs}
+        self._configs = attention_configs(module)
+        self._own = attention_names(self._configs)
         refuse_attentions(module)
         self.rank, self._num_ranks, self._exchange, self._by_heads = rank, num_ranks, exchange, by_heads
         self._all_equal, self._interleaved, self._runs_again = all_equal, interleaved, False
@@ -160,17 +161,10 @@ class SharedSequence:
     @contextmanager
     def attention(self) -> Iterator[None]:
         """Lets the model's attentions see the keys of all ranks within the block, in forward and in backward."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        ALL_ATTENTION_FUNCTIONS[self._name] = self._attend
         try:
-            for config in self._configs:
-                config._attn_implementation = self._name
-            yield
+            with attending_by(self._attend, name=self._name, configs=self._configs):
+                yield
         finally:
-            for config in self._configs:  # parts behind the whole, which sets theirs too
-                config._attn_implementation = self._own[id(config)]
-            del ALL_ATTENTION_FUNCTIONS[self._name]
             self._sequence = None
 
     def of_pass(self) -> Callable[[], AbstractContextManager[None]]:
@@ -378,27 +372,12 @@ def check_batch(batch: Batch, *, num_ranks: int) -> None:
 
 def refuse_attentions(module: nn.Module) -> None:
     """Raises `ConfigError` for attentions whose masks are not tensors: no block of theirs can be computed."""
-    for config in _configs_of(module):
+    for config in attention_configs(module):
         name = config._attn_implementation
         if name not in ("sdpa", "eager", None):
             raise ConfigError(
                 f"context: attn_implementation={name!r} takes no masks made from positions. Write 'sdpa' or 'eager'"
             )
-
-
-def _configs_of(module: nn.Module) -> list[Any]:
-    """The configurations of a model and of its parts, the whole before its parts."""
-    found: dict[int, Any] = {}
-
-    def add(config: Any) -> None:
-        if hasattr(config, "_attn_implementation") and id(config) not in found:
-            found[id(config)] = config
-            for name in getattr(config, "sub_configs", {}):
-                add(getattr(config, name, None))
-
-    for part in module.modules():
-        add(getattr(part, "config", None))
-    return list(found.values())
 
 
 def _chunks_of(tensor: Tensor, chunks: Sequence[Range]) -> Tensor:

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +28,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.redistribution import Part, Redistribution
+from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.zigzag import zigzag
 from rotorch.models.losses import Batch, CausalLMLoss, LossFn, count_targets, loss_of
+from rotorch.models.moved_parts import moved
 from rotorch.models.shared_sequence import SharedSequence
 from rotorch.models.trial.two_threads import (
     ThreadExchange,
@@ -131,16 +134,7 @@ def _in_parts(tiny: nn.Module, batch: dict[str, Tensor], loss: LossFn | None, *,
         model = models[mine]
 
         def redistribute(x: Tensor, moves: Redistribution) -> Tensor:
-            heads, tokens = moves.num_made
-            made = x.new_empty(x.shape[0], heads, tokens, x.shape[3])
-            given = exchange.both(mine, [_tokens_of(x, part) for part in moves.sends])
-            for part, theirs in zip(moves.receives, given, strict=True):
-                done = 0
-                for each in part.tokens:
-                    there = made.narrow(1, part.heads.start, part.heads.length).narrow(2, each.start, each.length)
-                    there.copy_(theirs[mine].narrow(2, done, each.length))
-                    done += each.length
-            return made
+            return moved(x, moves, swap=partial(_swapped, exchange, mine))
 
         sequence = SharedSequence(model, rank=mine, num_ranks=_NUM_PARTS, exchange=redistribute, by_heads=by_heads)
         with sequence.attention():
@@ -212,9 +206,14 @@ def _outputs_alone(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
     return first_tensor(outputs).new_zeros(1)
 
 
-def _tokens_of(x: Tensor, part: Part) -> Tensor:
-    heads = x.narrow(1, part.heads.start, part.heads.length)
-    return torch.cat([heads.narrow(2, each.start, each.length) for each in part.tokens] or [heads[:, :, :0]], dim=2)
+def _swapped(
+    exchange: ThreadExchange, mine: int, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, peers: Sequence[int]
+) -> Callable[[], None]:
+    """An exchange with the other thread, over before it returns."""
+    (theirs,) = (exchange.both(mine, outgoing)[peer] for peer in peers)
+    for there, came in zip(incoming, theirs, strict=True):
+        there.copy_(came)
+    return lambda: None
 
 
 def _keys_and_values(config: Any, attention: nn.Module) -> KeysAndValues:
