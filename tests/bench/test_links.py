@@ -183,6 +183,16 @@ def test_packets_without_data_go_past_the_bucket():
     assert "rate 8Mbit" in classes and "rate 100Gbit" in classes
 
 
+@needs_hosts
+@pytest.mark.parametrize(("packets", "burst"), [({}, 70_000), ({"packet_bytes": 9000}, 13_464)])
+def test_a_bucket_lets_out_one_packet_at_once(packets, burst):
+    with Hosts(2, bytes_per_s=1e6, **packets) as hosts, hosts.on(1):
+        classes = subprocess.run(["tc", "class", "show", "dev", "lh0"], capture_output=True, text=True, check=True)
+        link = subprocess.run(["ip", "-d", "link", "show", "lh0"], capture_output=True, text=True, check=True)
+    assert f" burst {burst}b " in classes.stdout
+    assert f"gso_max_size {packets.get('packet_bytes', 65_536)} " in link.stdout
+
+
 def test_what_the_system_lacks_is_said(monkeypatch):
     monkeypatch.setattr(hosts_module.shutil, "which", lambda tool: None if tool == "tc" else "/bin/true")
     assert why_no_hosts() == "there is no tc (of iproute2) on PATH"

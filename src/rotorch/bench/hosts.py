@@ -2,7 +2,8 @@
 
 [Note: a host]
     A pair of namespaces of Linux, network and UTS. A rank that is forked inside has no other interface than the
-    host's, and no directory for shared memory in common with ranks of other hosts, so nothing reaches them but by
+    host's, and a directory for shared memory of its own. But all hosts have one file system, so a file that one rank
+    makes there and names to another is found: rows that choose their transport by themselves must be told to send
     messages. Namespaces are a thread's own: the bench's thread goes in, forks, and comes back.
 
 [Note: links]
@@ -31,8 +32,8 @@ from rotorch.process.environment import environment
 
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 _INTERFACE, _UPLINK = "lh0", "up0"
-_BURST_S, _SMALLEST_BURST = 2e-3, 70_000
-"""What a bucket lets out at once: at least one packet of the largest size that the kernel hands down unsplit."""
+_BURST_S, _LARGEST_PACKET, _OVERHEAD = 2e-3, 65_536, 4_464
+"""A bucket lets out at once: the rate times this long, and at least one packet of the largest size and some more."""
 _NO_LIMIT = "100gbit"
 
 
@@ -76,11 +77,15 @@ class Hosts:
         count: of hosts, 2 to 250. Of two switches, the first half hangs on the first.
         bytes_per_s: of every link, in each direction, the uplink included.
         switches: 1 or 2.
+        packet_bytes: the largest packet that the kernel hands down unsplit. Messages up to this size pass an idle link
+            at once, whatever its rate; smaller packets cost processor time.
     """
 
-    def __init__(self, count: int, *, bytes_per_s: float, switches: int = 1) -> None:
+    def __init__(
+        self, count: int, *, bytes_per_s: float, switches: int = 1, packet_bytes: int = _LARGEST_PACKET
+    ) -> None:
         self.count, self.switches = count, switches
-        self._rate = bytes_per_s
+        self._rate, self._packet_bytes = bytes_per_s, packet_bytes
         self._stack = ExitStack()
         self._limited: list[tuple[_Namespace, str]] = []
 
@@ -109,7 +114,7 @@ class Hosts:
     def limit(self, bytes_per_s: float) -> None:
         """Changes the rate of all links. Nothing may be on its way."""
         bits = f"{max(int(8 * bytes_per_s), 8000)}bit"
-        burst = max(int(_BURST_S * bytes_per_s), _SMALLEST_BURST)
+        burst = max(int(_BURST_S * bytes_per_s), self._packet_bytes + _OVERHEAD)
         for where, interface in self._limited:
             made = f"tc class replace dev {interface} parent 1:"
             self._run(
@@ -171,6 +176,8 @@ class Hosts:
 
     def _put_bucket(self, where: _Namespace, interface: str) -> None:
         """See [Note: links]. A packet without data is shorter than 80 bytes, options included."""
+        if self._packet_bytes != _LARGEST_PACKET:
+            self._run(where, f"ip link set dev {interface} gso_max_size {self._packet_bytes}")
         self._run(where, f"tc qdisc add dev {interface} root handle 1: htb default 1")
         self._run(where, f"tc class add dev {interface} parent 1: classid 1:2 htb rate {_NO_LIMIT} quantum 60000")
         for shape in ("0x0000 0xffc0", "0x0040 0xfff0"):
