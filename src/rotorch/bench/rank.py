@@ -12,8 +12,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
+from rotorch.bench.contender import LIMIT, REFERENCE, Contender, UnderLayout, build, make_contender
 from rotorch.bench.device_clock import DeviceClock
 from rotorch.bench.peers import PEERS
 from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
@@ -36,7 +36,9 @@ from rotorch.bench.wire import loopback_bytes
 from rotorch.comm.meter import Meter
 from rotorch.comm.transports.messages import Exchange
 from rotorch.core.first_failure import evidence_of
+from rotorch.hold.pipeline import PipelinedModel
 from rotorch.parallelize import load_step_code
+from rotorch.pipelining.actions import COMPUTE, Action
 from rotorch.process.host_memory import give_back_freed_memory
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import STRATEGIES
@@ -182,6 +184,26 @@ class _Rank:
             contender.forward_backward(step)
             contender.update()
         return clock.flops
+
+    def action_flops(self) -> list[tuple[Action, int]]:
+        """Runs one step of a pipeline; returns its computations in their order, each with the FLOPs of its products."""
+        contender, step = self._made(), self._next()
+        assert isinstance(contender, UnderLayout)
+        pipeline = contender.model.sharded
+        assert isinstance(pipeline, PipelinedModel)
+        found: list[tuple[Action, int]] = []
+
+        @contextmanager
+        def watch(action: Action) -> Iterator[None]:
+            before = clock.flops
+            yield
+            if action.kind in COMPUTE:
+                found.append((action, clock.flops - before))
+
+        with DeviceClock(None) as clock, pipeline.watched(watch):
+            contender.forward_backward(step)
+        contender.update()
+        return found
 
     def exchanges(self, num_bytes: int, count: int) -> list[float]:
         """Seconds of each exchange of so many bytes: to the next rank, from the one before, at the same time."""
