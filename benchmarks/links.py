@@ -177,7 +177,13 @@ def alone(task: Task) -> tuple[list[float], int, float]:
 
 def first_steps(row: RowRanks, reference: Sequence[float], *, task: Task) -> dict[str, Any]:
     """Facts of a row that no link changes, and whether its losses are right, from its first steps."""
-    steps = row.ask("steps", count=GATE_STEPS)
+    return facts_of(row, row.ask("steps", count=GATE_STEPS), reference, task=task)
+
+
+def facts_of(
+    row: RowRanks, steps: Sequence[Sequence[StepTime]], reference: Sequence[float], *, task: Task
+) -> dict[str, Any]:
+    """The same from first steps that were run before, `GATE_STEPS` or more, by rank."""
     losses = [[step.loss for step in at_once] for at_once in zip(*steps, strict=True)]
     verdict = judge(
         losses,
