@@ -16,7 +16,8 @@ process.
                passes 9 h: step time, peak of tensors, bytes. Device and links keep their ratio at all lengths: links
                take `SUMS_OF_PRODUCTS` of the time of a rank's products for the sums of tensor parallelism. Without
                namespaces this part is left out, with the reason
-    again      one row of each part once more
+    again      one row of each part once more, and one schedule on a device of half the rate: real computing between
+               products, which the table does not have, weighs half as much there
 
 The paper's count per layer, of `B` micro-batches of `b` rows of `s` tokens, times (n - 1) / n: tensor parallelism sends
 8 B b s h elements, and gathers and sums of 12 h^2 weights once per unit of U send 36 B h^2 / U, which is less if
@@ -73,7 +74,9 @@ SCHEDULES = (
     "zeropp=4x1[chunks=2,unit=4]",
 )
 
-BUSY_S, MICRO_BATCHES, TOKENS, STEPS = 3.0, 6, (18, 36, 72, 144), 2
+BUSY_S = {18: 3.0, 36: 3.0, 72: 3.0, 144: 6.0}
+"""Seconds of a rank's products in a step, by tokens of a sequence: of the longest, real computing takes most."""
+MICRO_BATCHES, STEPS = 6, 2
 SUMS_OF_PRODUCTS = 0.5
 THREE_D, ZEROPP = "pp=2,megatron=2[transport=messages]", "zeropp=2x2"
 """Sums by messages: these hosts have one file system, in which `transport=auto` would find a file for all of them."""
@@ -91,7 +94,10 @@ SHARDS, LAYERS = 2, 4
 FAST, PACKET_BYTES = 1e9, 9000
 """Bytes per second of links while nothing is timed; packets so small that no message of a row is one of them."""
 
-AGAIN = {"bubbles": "pp=4", "sizes": (ZEROPP, 36)}
+AGAIN = (("pp=4", BUBBLES_BUSY_S), ("zeropp=4x1[chunks=2,unit=4]", 2 * BUBBLES_BUSY_S))
+"""Schedules, with seconds of a rank's products in a step."""
+AGAIN_AT = (ZEROPP, 36)
+"""A layout, and tokens of a sequence."""
 
 Row = dict[str, Any]
 
@@ -171,9 +177,15 @@ def bubble_subject() -> Subject:
     return Subject.of(layers=2 * RANKS, tokens=BUBBLES_TOKENS, micro_batches=BUBBLES_MICRO_BATCHES)
 
 
-def bubble(subject: Subject, parallel: str) -> Row:
-    """Idle part of a step under one schedule: measured, by its table, and by its paper's formula."""
-    rate = subject.flops / BUBBLES_BUSY_S
+def bubble(subject: Subject, parallel: str, *, busy_s: float = BUBBLES_BUSY_S) -> Row:
+    """Idle part of a step under one schedule: measured, by its table, and by its paper's formula.
+
+    Args:
+        subject: the task.
+        parallel: a pipeline without another strategy inside.
+        busy_s: seconds of a rank's products in a step, averaged over ranks, which decide the device's rate.
+    """
+    rate = subject.flops / busy_s
     ranks = RowRanks(subject.task, row=parallel, num_ranks=RANKS, flops_per_s=rate)
     try:
         ranks.ask("build")
@@ -186,18 +198,18 @@ def bubble(subject: Subject, parallel: str) -> Row:
     assert isinstance(strategy, StageStrategy)
     table = strategy.table(subject.task.accumulation)
     found = simulate(table, costs=costs_of(computed, num_stages=table.num_stages, flops_per_s=rate))
-    busy_s = mean(sum(flops for _, flops in of_rank) for of_rank in computed) / rate
+    products_s = mean(sum(flops for _, flops in of_rank) for of_rank in computed) / rate
     steps_s = seconds_of(steps)
     return {
         "parallel": parallel,
         "schedule": table.name,
         "chunks": table.num_chunks,
         "unit": table.unit,
-        "busy_s": busy_s,
+        "busy_s": products_s,
         "step_s_all": steps_s,
         "table_s": found.makespan_s,
-        "bubble_all": [1 - busy_s / step_s for step_s in steps_s],
-        "bubble": median(1 - busy_s / step_s for step_s in steps_s),
+        "bubble_all": [1 - products_s / step_s for step_s in steps_s],
+        "bubble": median(1 - products_s / step_s for step_s in steps_s),
         "bubble_of_table": found.bubble_ratio,
         "bubble_of_equal_costs": simulate(table).bubble_ratio,
         "bubble_of_formula": formula(table),
@@ -252,7 +264,7 @@ def formula(table: Schedule) -> float:
 def sizes(done: Sequence[Row]) -> Iterator[Row]:
     """Rows of all layouts at all lengths of sequences, but those that are done."""
     there = {(row["parallel"], row["tokens"]) for row in done}
-    for tokens in TOKENS:
+    for tokens in BUSY_S:
         left = [name for name in ROWS if (name, tokens) not in there]
         if left:
             yield from at_length(tokens, left)
@@ -268,8 +280,9 @@ def at_length(tokens: int, names: Sequence[str]) -> Iterator[Row]:
 
 def beside_tensor_parallelism(subject: Subject, parallel: str, *, hosts: Hosts) -> Row:
     """One row: step time, peak of tensors and bytes sent, of the rank with the most."""
-    task, rate = subject.task, subject.flops / BUSY_S
-    link = bytes_by_formula(task)[THREE_D] / (BUSY_S * SUMS_OF_PRODUCTS)
+    task = subject.task
+    busy_s = BUSY_S[task.sequence_length]
+    rate, link = subject.flops / busy_s, bytes_by_formula(task)[THREE_D] / (busy_s * SUMS_OF_PRODUCTS)
     ranks = RowRanks(task, row=parallel, num_ranks=RANKS, hosts=hosts, flops_per_s=rate)
     try:
         ranks.ask("build")
@@ -284,14 +297,14 @@ def beside_tensor_parallelism(subject: Subject, parallel: str, *, hosts: Hosts) 
     finally:
         ranks.close()
     most = max(traffic, key=lambda found: sum(found.sent_bytes.values()))
-    steps_s = seconds_of(steps)
+    steps_s, products_s = seconds_of(steps), facts.pop("flops") / rate
     return {
         "parallel": parallel,
         "tokens": task.sequence_length,
         **condition_of(task),
         "step_s": median(steps_s),
         "step_s_all": steps_s,
-        "products_s": facts.pop("flops") / rate,
+        "products_s": products_s,
         "link_bytes_per_s": link,
         "peak_bytes": max(peaks),
         "peak_bytes_by_rank": peaks,
@@ -325,9 +338,10 @@ def bytes_by_formula(task: Task) -> dict[str, float]:
 def crossings(rows: Sequence[Row]) -> dict[str, float | None]:
     """Where `ZEROPP` begins to take less than `THREE_D`, of each figure, in terms of 2 s U b / 9 h."""
     found: dict[str, float | None] = {}
-    for key in ("sent_bytes", "wire_bytes", "step_s", "peak_bytes"):
+    timed = [{**row, "step_of_products": row["step_s"] / row["products_s"]} for row in rows if "invalid" not in row]
+    for key in ("sent_bytes", "wire_bytes", "step_of_products", "peak_bytes"):
         by_row = {
-            name: {row["of_condition"]: row[key] for row in rows if row["parallel"] == name and "invalid" not in row}
+            name: {row["of_condition"]: row[key] for row in timed if row["parallel"] == name}
             for name in (ZEROPP, THREE_D)
         }
         found[key] = crossing(by_row[ZEROPP], by_row[THREE_D])
@@ -348,11 +362,14 @@ def crossing(ours: Mapping[float, float], theirs: Mapping[float, float]) -> floa
 
 def again(done: Sequence[Row]) -> Iterator[Row]:
     """Rows that stand in the other parts already."""
-    there = {row["part"] for row in done}
-    if "bubbles" not in there:
-        yield {"part": "bubbles", **bubble(bubble_subject(), AGAIN["bubbles"])}
-    if "sizes" not in there and not why_no_hosts():
-        name, tokens = AGAIN["sizes"]
+    there = {(row["parallel"], round(row.get("busy_s", 0.0), 3)) for row in done}
+    left = [(name, busy_s) for name, busy_s in AGAIN if (name, busy_s) not in there]
+    if left:
+        subject = bubble_subject()
+        for name, busy_s in left:
+            yield {"part": "bubbles", **bubble(subject, name, busy_s=busy_s)}
+    if AGAIN_AT[0] not in {name for name, _ in there} and not why_no_hosts():
+        name, tokens = AGAIN_AT
         for row in at_length(tokens, [name]):
             yield {"part": "sizes", **row}
 
@@ -370,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.record.parent.mkdir(parents=True, exist_ok=True)
     kept = json.loads(options.record.read_text("utf-8")) if options.record.exists() else {}
-    record = {**kept, **describe_origin(), **constants()}
+    record = {**kept, **earlier_runs(kept), **describe_origin(), **constants()}
     reason = why_no_hosts() if NEEDS_HOSTS & set(options.only) else ""
     for name in (name for name in PARTS if name in options.only):
         if name in NEEDS_HOSTS and reason:
@@ -390,6 +407,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def earlier_runs(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the rows come from that a record has already."""
+    origin = [{name: kept[name] for name in ("commit", "date", "command", "machine")}] if "commit" in kept else []
+    return {"earlier_runs": [*kept.get("earlier_runs", ()), *origin]}
+
+
 def constants() -> dict[str, Any]:
     """Sizes that all rows of a part share."""
     return {
@@ -400,7 +423,7 @@ def constants() -> dict[str, Any]:
             "layers": LAYERS,
             "micro_batches": MICRO_BATCHES,
             "unit": unit_of(MICRO_BATCHES),
-            "busy_s": BUSY_S,
+            "busy_s_by_tokens": BUSY_S,
             "sums_of_products": SUMS_OF_PRODUCTS,
         },
     }
