@@ -229,6 +229,76 @@ def rtp_building(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped([origin_of(record, "All of this")])]
 
 
+def zeropp_bubbles(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: idle part of a step by schedule, measured, of its table, and by its paper's formula."""
+    record = read("papers/zeropp.json")
+    lines = table_head("schedule", "layout", "measured", "its table", "formula", "off by, points", "ms per computation")
+    for row in record["bubbles"]:
+        measured = [row[key] for key in ("bubble", "bubble_of_table", "bubble_of_formula")]
+        late_s = median(row["step_s_all"]) - row["table_s"]
+        cells = [
+            *map(percent, measured),
+            f"{100 * (measured[0] - measured[1]):.1f}",
+            f"{1000 * late_s / row['computations']:.1f}",
+        ]
+        lines.append(f"| {row['schedule']} | `{row['parallel']}` | {' | '.join(cells)} |")
+    return lines
+
+
+ZEROPP, THREE_D = "zeropp=2x2", "pp=2,megatron=2[transport=messages]"
+
+
+def zeropp_sizes(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: step in terms of products, bytes and peak of pipelines on 2 x 2 ranks, by length."""
+    rows = read("papers/zeropp.json")["sizes"]
+    lengths = {row["tokens"]: row["of_condition"] for row in rows}
+    lines = table_head("layout", "of a rank", *(f"{n} tokens: {of:g}" for n, of in lengths.items()))
+    for name in dict.fromkeys(row["parallel"] for row in rows):
+        found = {row["tokens"]: row for row in rows if row["parallel"] == name and "invalid" not in row}
+        for shown, cell in (
+            ("step", lambda row: f"{row['step_s'] / row['products_s']:.2f}"),
+            ("sent", lambda row: f"{row['sent_bytes'] / 1e6:.2f} MB"),
+            ("peak", lambda row: f"{row['peak_bytes'] / 1e6:.2f} MB"),
+        ):
+            cells = [cell(found[n]) if n in found else NONE for n in lengths]
+            lines.append(f"| `{name}` | {shown} | {' | '.join(cells)} |")
+    return lines
+
+
+def zeropp_crossings(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: where zeropp takes less than tensor parallelism, and where all of the section is from."""
+    record = read("papers/zeropp.json")
+    lines = table_head(f"`{ZEROPP}` takes less than `{THREE_D}`", "2 s U b / 9 h")
+    lines += ["| bytes sent, by the paper's formula, as many rows on each rank | 1.00 |"]
+    lines += ["| bytes sent, by the same count at the same global batch | 0.50 |"]
+    for key, shown in (
+        ("sent_bytes", "bytes sent, by the meter"),
+        ("wire_bytes", "bytes on the busiest link"),
+        ("step_of_products", "time of a step"),
+        ("peak_bytes", "peak of tensors"),
+    ):
+        lines.append(f"| {shown} | {two_digits(record['crossings'][key])} |")
+    said = []
+    for row in record["again"]:
+        (before,) = (
+            one
+            for one in record[row["part"]]
+            if (one["parallel"], one.get("tokens")) == (row["parallel"], row.get("tokens"))
+        )
+        if "bubble" not in row:
+            said.append(f"`{row['parallel']}` measured twice: {before['step_s']:.2f} s and {row['step_s']:.2f} s.")
+        elif row["busy_s"] < 1.5 * before["busy_s"]:
+            said.append(
+                f"`{row['parallel']}` measured twice: {percent(before['bubble'])} and {percent(row['bubble'])}."
+            )
+        else:
+            off = [100 * (one["bubble"] - one["bubble_of_table"]) for one in (before, row)]
+            said.append(
+                f"On a device of half the rate `{row['parallel']}` is off by {off[1]:.1f} points, not {off[0]:.1f}."
+            )
+    return [*lines, "", *wrapped([*said, origin_of(record, "All of this")])]
+
+
 PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {
     "speed": (Path("README.md"), speed),
     "grids": (Path("docs") / "grids.md", grids),
@@ -241,6 +311,9 @@ PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]]
     "long sequences": (Path("docs") / "long_context.md", long_sequences),
     "rtp capacity": (Path("docs") / "papers.md", rtp_capacity),
     "rtp building": (Path("docs") / "papers.md", rtp_building),
+    "zeropp bubbles": (Path("docs") / "papers.md", zeropp_bubbles),
+    "zeropp sizes": (Path("docs") / "papers.md", zeropp_sizes),
+    "zeropp crossings": (Path("docs") / "papers.md", zeropp_crossings),
 }
 
 
@@ -292,6 +365,11 @@ def divided(one: float | None, by: float | None) -> float | None:
 def two_digits(value: float | None) -> str:
     """A ratio as a cell."""
     return NONE if value is None else f"{value:.2f}"
+
+
+def percent(part: float) -> str:
+    """A part of a whole as a cell."""
+    return f"{100 * part:.1f} %"
 
 
 def mebibytes(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """Pipelines as ZeroPP's paper compares them (arXiv 2402.03791): bubbles, and gathers beside tensor parallelism.
 
-    python benchmarks/papers/zeropp.py                   # writes benchmarks/results/papers/zeropp.json, 15 minutes
+    python benchmarks/papers/zeropp.py                   # writes benchmarks/results/papers/zeropp.json: 20 minutes
     python benchmarks/papers/zeropp.py --only bubbles    # one part of it, the others kept
     python benchmarks/papers/zeropp.py --go-on           # without the rows that the record has
 
