@@ -296,7 +296,11 @@ def zeropp_crossings(read: Callable[[str], Record]) -> list[str]:
             said.append(
                 f"On a device of half the rate `{row['parallel']}` is off by {off[1]:.1f} points, not {off[0]:.1f}."
             )
-    return [*lines, "", *wrapped([*said, origin_of(record, "All of this")])]
+    said.append(origin_of(record, "The last part"))
+    if record.get("earlier_runs"):
+        runs = [f"{run['commit'][:10]} (load {run['machine']['load_average'][0]})" for run in record["earlier_runs"]]
+        said.append(f"Other parts were measured at commits {', '.join(runs)}.")
+    return [*lines, "", *wrapped(said)]
 
 
 PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {

@@ -318,7 +318,7 @@ def beside_tensor_parallelism(subject: Subject, parallel: str, *, hosts: Hosts) 
 
 
 def condition_of(task: Task) -> dict[str, float]:
-    """How often 9 h is in 2 s U b for zeropp's own unit; b are the rows of a micro-batch of one of its ranks."""
+    """The ratio of 2 s U b to 9 h for zeropp's own unit; b are the rows of a micro-batch of one of its ranks."""
     found = condition(task, unit=unit_of(task.accumulation))
     return {"of_condition": found["2 s U b"] / found["9 h"]}
 
@@ -336,7 +336,7 @@ def bytes_by_formula(task: Task) -> dict[str, float]:
 
 
 def crossings(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Where `ZEROPP` begins to take less than `THREE_D`, of each figure, in terms of 2 s U b / 9 h."""
+    """The sizes, 2 s U b / 9 h, from which `ZEROPP` takes no more than `THREE_D`, by figure; None if not within."""
     found: dict[str, float | None] = {}
     timed = [{**row, "step_of_products": row["step_s"] / row["products_s"]} for row in rows if "invalid" not in row]
     for key in ("sent_bytes", "wire_bytes", "step_of_products", "peak_bytes"):
@@ -395,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         found = list(record.get(name, ())) if options.go_on else []
         for row in PARTS[name](tuple(found)):
-            found.append(row)
+            found = sorted([*found, row], key=place)
             print(json.dumps({"part": name, **row}), flush=True)
             record[name] = found
             if name == "sizes":
@@ -407,8 +407,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
+def place(row: Row) -> tuple[int, int]:
+    """The place of a row in its part, whenever it was measured."""
+    names = [*SCHEDULES, *ROWS]
+    return row.get("tokens", 0), names.index(row["parallel"]) if row["parallel"] in names else 0
+
+
 def earlier_runs(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the rows come from that a record has already."""
+    """Origins of the rows that a record has already."""
     origin = [{name: kept[name] for name in ("commit", "date", "command", "machine")}] if "commit" in kept else []
     return {"earlier_runs": [*kept.get("earlier_runs", ()), *origin]}
 

@@ -147,13 +147,13 @@ def test_the_record_has_every_row_and_right_losses():
 
 
 def test_bubbles_are_those_of_the_tables_as_the_page_says():
-    """Within two points, and what is off is host time: half as much at half the rate."""
+    """Within two points, and the difference is host time: about half as much at half the rate."""
     off = {row["parallel"]: row["bubble"] - row["bubble_of_table"] for row in RECORD["bubbles"]}
+    assert all(0 < points < 0.02 for points in off.values()), off
     more, busy_s = zeropp.AGAIN[-1]
-    assert {name for name, points in off.items() if not 0 < points < 0.02} <= {more}
     (slower,) = (row for row in RECORD["again"] if row["part"] == "bubbles" and row["parallel"] == more)
     assert slower["busy_s"] == pytest.approx(busy_s)
-    assert slower["bubble"] - slower["bubble_of_table"] < min(0.02, 0.75 * off[more])
+    assert slower["bubble"] - slower["bubble_of_table"] < 0.75 * off[more]
 
 
 def test_a_row_measured_twice_is_the_same():
@@ -181,9 +181,12 @@ def test_words_of_the_page_are_true_of_the_record():
     assert max(ratios("step_s", zeropp.ZEROPP, zeropp.PEER).values()) < 1
     of_expert = ratios("step_s", zeropp.ZEROPP, zeropp.EXPERT)
     assert of_expert[0.25] > 1 and max(ratio for size, ratio in of_expert.items() if size >= 0.5) < 1
-    for better in ("pp=2,fsdp=2", "pp=2[schedule=zbv],fsdp=2"):
-        for key in ("sent_bytes", "peak_bytes"):
-            assert max(ratios(key, better, zeropp.ZEROPP).values()) < 1
+    assert max(ratios("peak_bytes", zeropp.EXPERT, zeropp.ZEROPP).values()) < 1
+    whole_step, zbv = "pp=2,fsdp=2", "pp=2[schedule=zbv],fsdp=2"
+    for key in ("sent_bytes", "peak_bytes"):
+        assert max(max(ratios(key, better, zeropp.ZEROPP).values()) for better in (whole_step, zbv)) < 1
+    assert max(ratios("step_s", zbv, zeropp.ZEROPP).values()) < 1
+    assert max(ratio for size, ratio in ratios("step_s", whole_step, zeropp.ZEROPP).items() if size < 1) < 1
 
 
 def test_pages_name_the_rows_of_the_script(monkeypatch):
