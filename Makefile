@@ -72,10 +72,11 @@ WITH_PEERS = tests/train/test_object_store.py \
 test-peers: $(PEERS)/.installed ## run what other tests skip: DeepSpeed, Accelerate, Megatron-Core, Ray, lm-eval, S3 (installs them apart)
 	@ROTORCH_NOTHING_SKIPPED=1 $(PEERS)/bin/python -m pytest -rs $(WITH_PEERS)
 
+# `===`: PyPI's own build. The torchvision that timm needs comes from there, and does not load beside a CPU build.
 $(PEERS)/.installed: pyproject.toml constraints.txt constraints-peers.txt
 	@test -n "$(PYTHON)" || { echo "test-peers: rotorch needs Python 3.11 or newer; name one with PYTHON=/path/to/python3"; exit 2; }
 	@echo "test-peers 1/2: $(PEERS) and $(OLDEST)"
-	@$(PYTHON) -m venv $(PEERS) && $(PEERS)/bin/python -m pip install -qq --disable-pip-version-check $(OLDEST)
+	@$(PYTHON) -m venv $(PEERS) && $(PEERS)/bin/python -m pip install -qq --disable-pip-version-check '$(subst ==,===,$(OLDEST))'
 	@echo "test-peers 2/2: rotorch, DeepSpeed, Accelerate, Megatron-Core, Ray, lm-eval, s3fs and moto"
 	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-peers.txt \
 	   -c <(grep -v -E '^(torch|python-dateutil)==' constraints.txt) -e '.[dev,peers,ray,s3-test,lm-eval]'
