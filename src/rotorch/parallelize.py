@@ -35,6 +35,7 @@ from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.shared_sequence import refuse_attentions
 from rotorch.models.trial.shared_sequence import try_shared, why_loss_stays_whole
 from rotorch.parallel_model import ParallelModel
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first
 from rotorch.process.host_memory import keep_freed_memory
@@ -107,7 +108,7 @@ def parallelize(
     if compile:
         check_compiled(strategies)
     if cuts_context(strategies):
-        _check_context(module, compile=compile)
+        _check_context(module, strategies, compile=compile)
     refuse_wrapped(module)
     if any(strategy.cuts_weights for strategy in strategies):
         refuse_layerdrop(module)
@@ -237,9 +238,16 @@ def _tell_of_changes(strategies: Sequence[Strategy]) -> None:
             _log.warning("%s trains another model than one process does: %s", strategy, strategy.changes_the_model)
 
 
-def _check_context(module: nn.Module, *, compile: bool) -> None:
+def _check_context(module: nn.Module, strategies: Sequence[Strategy], *, compile: bool) -> None:
     """Raises `ConfigError` for arguments that do not go with sequences which ranks share."""
     refuse_attentions(module)
+    in_stages = any(isinstance(strategy, StageStrategy) for strategy in strategies)
+    if in_stages and getattr(module, "is_activation_checkpointing", False):
+        raise ConfigError(
+            "context: other micro-batches pass a stage before the model's own checkpoints compute a layer again, whose "
+            "attention would see another sequence. Call activation_checkpointing_disable(), and write recompute=block "
+            "for fsdp, or recompute=slice for rtp"
+        )
     if compile:
         raise ConfigError("context: compile=True would trace through the exchange of keys and values. Leave it out")
 

@@ -53,12 +53,18 @@ def test_a_rank_computes_its_part_of_a_causal_half(ranks):
 def test_keys_that_are_kept_are_those_that_the_exchange_brings(window):
     needed = max(KeyExchange(1001, 4, rank, window).num_needed for rank in range(4))
     attention = TracedAttention(query_bytes=64.0, key_bytes=16.0, window=window)
-    assert kept_bytes(attention, batch=MicroBatch(3, 1001), num_ranks=4) == 3 * needed * 16
+    # Where a kernel takes chunks at once, also the outputs of each, as wide as queries, and sums of scores.
+    outputs = 251 * (64 + 4) if window is None else 0
+    batch = MicroBatch(3, 1001)
+    assert kept_bytes(attention, batch=batch, num_ranks=4) == 3 * (needed * 16 + outputs)
+    assert kept_bytes(attention, batch=batch, num_ranks=4, fetched_again=True) == 3 * (251 * 16 + outputs)
+    more = backward_bytes(attention, batch=batch, num_ranks=4, fetched_again=True)
+    assert more == backward_bytes(attention, batch=batch, num_ranks=4) + 3 * needed * 16
     assert needed == 1001 if window is None else needed <= 1001 // 4 + 1 + 2 * 99
 
 
 def test_heads_that_share_keys_are_repeated_in_a_block_of_backward():
-    batch, alone = MicroBatch(1, 8192), TracedAttention(query_bytes=512.0, key_bytes=128.0)
+    batch, alone = MicroBatch(1, 8192), TracedAttention(query_bytes=512.0, key_bytes=128.0, window=8192)
     grouped = replace(alone, heads=8)
     more = backward_bytes(grouped, batch=batch, num_ranks=4) - backward_bytes(alone, batch=batch, num_ranks=4)
     assert more == 8192 * (2 * 1024 - 128)
@@ -79,9 +85,10 @@ def test_heads_that_are_exchanged_are_kept_by_one_rank():
     assert uneven.dealt(4) == (0.4, 0.4 * 64, 0.4 * 32)
 
 
-def test_an_attention_of_all_tokens_is_computed_once():
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_an_attention_to_all_tokens_is_computed_once(by_heads):
     model = fold(attending(transformer(layers=1)))
-    passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), num_ranks=4, by_heads=True)
+    passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), num_ranks=4, by_heads=by_heads)
     assert passes.backward_input.flops == pytest.approx(2.5 * passes.forward.flops)
     assert passes.forward.flops == 4 * 4096**2 / 2 / 4 * model.attention_width
 
@@ -99,11 +106,11 @@ def test_all_ranks_wait_for_the_one_that_sends_or_gets_most():
     assert not slowest_exchange(unit, strategy=parse_parallel("rtp=4")[0], batch=MicroBatch(2, 64), num_ranks=1)
 
 
-def test_attention_is_computed_once_more_in_backward():
-    model = fold(attending(transformer(layers=1)))
+def test_attention_in_blocks_is_computed_once_more_in_backward():
+    model = fold(attending(transformer(layers=1), window=100))
     passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), num_ranks=4)
     assert passes.backward_input.flops == pytest.approx(3.5 * passes.forward.flops)
-    assert passes.forward.flops == 4 * blocks_of_rank(4096, 4, None).pairs * model.attention_width
+    assert passes.forward.flops == 4 * blocks_of_rank(4096, 4, 100).pairs * model.attention_width
 
 
 def seconds(text, *, rows, tokens):

@@ -6,6 +6,7 @@ from context_models import MODELS, TINY, tiny_config
 from small_configs import SIZES, config_of
 
 import rotorch
+from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.core.zigzag import KeyExchange, zigzag
 from rotorch.models.describe import describe
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.usefixtures("warm")
         ("fsdp=2[context=2,recompute=block]", 8),
         ("tsp=2[transport=send_receive,exchange=heads]", 9),
         ("fsdp=4[context=4,exchange=heads,recompute=block]", 13),  # two heads of keys, each for two ranks
+        ("tsp=2[transport=send_receive,recompute=slice]", 9),  # keys are fetched again
+        ("tsp=2[transport=send_receive,recompute=slice,exchange=heads]", 9),  # heads are not
     ],
 )
 def test_bytes_of_keys_and_values_are_the_formulas_to_the_byte(tiny, layout, num_tokens):
@@ -48,7 +51,7 @@ def test_bytes_of_keys_and_values_are_the_formulas_to_the_byte(tiny, layout, num
         sent, said = sent_and_said(module, layout, batch=batch)
     assert sent == said
     size, of_keys = 2 * 4 * config.num_hidden_layers, 2 * config.num_key_value_heads * config.head_dim  # rows, bytes
-    forwards = 2 if "block" in layout else 1
+    forwards = 2 if "block" in layout or strategy.fetches_keys_again else 1
     if strategy.exchange == "gather":
         part = KeyExchange(num_tokens, strategy.context, 1)
         expected = size * of_keys * (forwards * part.num_sent + part.num_received)
@@ -69,6 +72,26 @@ def test_bytes_of_keys_and_values_are_the_formulas_to_the_byte(tiny, layout, num
     assert sum(t.sent_bytes for t in moved) == expected > 0
     if strategy.kind == "fsdp":  # whose weights are gathered: messages are keys
         assert sent[Kind.SEND] == expected
+
+
+@pytest.mark.parametrize(("exchange", "model"), [("gather", "llama"), ("heads", "llama"), ("gather", "gpt_oss")])
+def test_under_autocast_what_attentions_compute_with_travels(exchange, model):
+    """Rotary embeddings give float32 also under autocast; attentions convert it, and here that is done before."""
+    config = tiny_config(model)
+    with rotorch.on_meta():
+        module, spec = causal_lm(config).train(), describe(causal_lm(config), context=True)
+    layout = f"fsdp=2[context=2,exchange={exchange}]"
+    batch = global_batch(seed=0, step=0, num_shares=1, num_micro_batches=1, num_rows=2, num_tokens=12, vocab_size=96)
+    with as_rank(1, num_ranks=2):
+        parallel = rotorch.parallelize(module, layout, device="cpu", autocast_dtype=torch.bfloat16)
+        parallel.materialize(seed=0)
+        with Meter() as meter:
+            parallel.forward_backward(batch)
+        parallel.close()
+    (strategy,) = parse_parallel(layout)
+    micro_batch = MicroBatch(2, 12, itemsize=2)
+    moved = [t for unit in spec.units for t in strategy.activation_transfers(unit, batch=micro_batch, position=1)]
+    assert meter.sent_bytes[Kind.SEND] == sum(t.sent_bytes for t in moved) > 0
 
 
 @pytest.mark.parametrize("model", ["mistral", "gemma3_text", "gpt_oss"])
@@ -94,14 +117,14 @@ LONG = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings":
 
 
 def kept_by(model, layout, num_tokens):
-    """Bytes that autograd keeps of a step's forward, each storage once, without weights."""
+    """Bytes that autograd keeps when backward begins, each storage once, without weights."""
     with rotorch.on_meta():
         config = config_of(model, **TINY | MODELS[model] | LONG, use_cache=False)
         module = causal_lm(config).train()
     parallel = rotorch.parallelize(module, layout, device="cpu").materialize(seed=0)
     ids = torch.arange(num_tokens).view(1, -1) % 96
     weights = {held.local.untyped_storage().data_ptr() for held in parallel.weights.values()}
-    kept = {}
+    kept, sizes = {}, []
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -109,10 +132,15 @@ def kept_by(model, layout, num_tokens):
             kept[storage.data_ptr()] = tensor  # alive, so that no other takes its place
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def unpack(tensor):
+        if not sizes:
+            sizes.append(sum(each.untyped_storage().nbytes() for each in kept.values()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         parallel.forward_backward({"input_ids": ids, "labels": ids})
     parallel.close()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sizes[0]
 
 
 def test_a_rank_keeps_as_much_of_four_times_as_many_tokens_but_for_their_keys():
@@ -121,8 +149,17 @@ def test_a_rank_keeps_as_much_of_four_times_as_many_tokens_but_for_their_keys():
     alone = run_ranks(kept_by, "llama", "rtp=4", num_tokens, num_ranks=4)
     shared = run_ranks(kept_by, "llama", "tsp=4", 4 * num_tokens, num_ranks=4)
     of_keys = 2 * 2 * 16 * SIZES["num_hidden_layers"] * 4 * num_tokens * 4
-    assert max(shared) <= 1.08 * max(alone) + of_keys
+    outputs = SIZES["num_hidden_layers"] * num_tokens * 128 * 4  # of attentions: of chunks, or of a rank's heads
+    assert max(shared) <= 1.08 * max(alone) + of_keys + outputs
     by_heads = run_ranks(kept_by, "llama", "tsp=4[exchange=heads]", 4 * num_tokens, num_ranks=4)
-    outputs = SIZES["num_hidden_layers"] * num_tokens * 128 * 4  # of attentions, before they go back: a rank's heads
     assert max(by_heads) <= 1.08 * max(alone) + outputs
     assert max(by_heads) == min(by_heads)  # no rank keeps more than another
+
+
+def test_keys_that_are_fetched_again_are_not_kept():
+    num_tokens, layers = 1024, SIZES["num_hidden_layers"]
+    kept = run_ranks(kept_by, "llama", "tsp=4[recompute=all_but_attention]", num_tokens, num_ranks=4)
+    again = run_ranks(kept_by, "llama", "tsp=4[recompute=slice]", num_tokens, num_ranks=4)
+    needed = [KeyExchange(num_tokens, 4, rank).num_needed for rank in range(4)]
+    keys, own = (2 * 2 * 16 * layers * tokens * 4 for tokens in (min(needed), num_tokens // 4))
+    assert all(k - a >= keys - own for k, a in zip(kept, again, strict=True))

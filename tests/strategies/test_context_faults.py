@@ -55,8 +55,10 @@ SUBJECTS = {
     "gemma2": lambda: CausalLM(config_of("gemma2", **TINY, **WINDOWS, **SOFT_CAPS), 1),
     "documents": lambda: CausalLM(config_of("llama", **TINY), 1, documents=True),
     "heads": lambda: CausalLM(config_of("llama", **TINY), 1),  # which ranks exchange, two sets of two heads
+    "again": lambda: CausalLM(config_of("llama", **TINY), 1),  # whose keys are fetched again
     "padded": lambda: Padded(config_of("llama", **TINY), 1),
 }
+LAYOUTS = {"heads": "tsp=2[exchange=heads]", "again": "tsp=2[recompute=slice]"}
 
 
 def verified(name, plant=lambda: None):
@@ -66,11 +68,10 @@ def verified(name, plant=lambda: None):
     with rotorch.on_meta():
         assert not try_shared(subject.build()).refused
     plant()
-    layout = "tsp=2[exchange=heads]" if name == "heads" else "tsp=2"
     return verify_subject(
         subject,
         name=name,
-        parallel=layout,
+        parallel=LAYOUTS.get(name, "tsp=2"),
         steps=1 + (name == "documents"),
         timeout_s=120,
     )  # of two steps the second has documents
@@ -160,29 +161,29 @@ def came_from_others(moves):
     return found
 
 
-def heads_swapped(redistribute, x, *, moves, **more):
-    made = redistribute(x, moves=moves, **more)
+def heads_swapped(redistribute, x, moves, **more):
+    made = redistribute(x, moves, **more)
     return torch.where(came_from_others(moves), made.flip(1), made)
 
 
-def keys_taken_for_values(redistribute, x, *, moves, **more):
-    made = redistribute(x, moves=moves, **more)
+def keys_taken_for_values(redistribute, x, moves, **more):
+    made = redistribute(x, moves, **more)
     return torch.where(came_from_others(moves), made.roll(x.shape[-1] // 2, -1), made)
 
 
-def gradients_that_do_not_come_home(redistribute, x, *, moves, **more):
-    made = redistribute(x, moves=moves, **more)
+def gradients_that_do_not_come_home(redistribute, x, moves, **more):
+    made = redistribute(x, moves, **more)
     return torch.where(came_from_others(moves), made.detach(), made)
 
 
-def gradients_that_come_home_twice(redistribute, x, *, moves, **more):
-    made = redistribute(x, moves=moves, **more)
+def gradients_that_come_home_twice(redistribute, x, moves, **more):
+    made = redistribute(x, moves, **more)
     return torch.where(came_from_others(moves), 2 * made - made.detach(), made)
 
 
-def keys_of_the_layer_before(redistribute, x, *, moves, axis_group, **more):
+def keys_of_the_layer_before(redistribute, x, moves, *, axis_group, **more):
     earlier = vars(axis_group).setdefault("earlier", [])
-    earlier.append(redistribute(x, moves=moves, axis_group=axis_group, **more))
+    earlier.append(redistribute(x, moves, axis_group=axis_group, **more))
     return earlier[-1 - (len(earlier) % 2 == 0)]
 
 
@@ -190,14 +191,22 @@ def heads_of_sets_side_by_side_in_turn(sets, x, *, num_sets):
     return x.unflatten(1, (-1, num_sets)).transpose(1, 2).transpose(2, 3).flatten(3)
 
 
-def outputs_back_in_the_other_order(redistribute, x, *, moves, **more):
-    made = redistribute(x, moves=moves, **more)
+def outputs_back_in_the_other_order(redistribute, x, moves, **more):
+    made = redistribute(x, moves, **more)
     return made.flip(1) if moves.sends[moves.rank].heads.length < moves.num_made[0] else made
 
 
-def attention_to_later_tokens(attention_of, self, module, **more):
-    attend, every = attention_of(self, module, **more), torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
-    return lambda *tensors: attend(*tensors[:3], every if tensors[3] is None else tensors[3])
+def attention_to_later_tokens(attend_last, query, key, value, *, scale):
+    return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+
+
+def attention_to_ones_own_tokens_alone(attend_last, query, key, value, *, scale):
+    key, value = (x[:, :, -query.shape[2] :] for x in (key, value))
+    return attend_last(query, key, value, scale=scale)
+
+
+def keys_not_fetched_again(redistribute, x, moves, *, into=None, **more):
+    return redistribute(x, moves, **more) if into is None else into.zero_()
 
 
 FAULTS = [
@@ -210,8 +219,8 @@ FAULTS = [
     (last_tokens_left_out, "llama", [(zigzag, "zigzag"), (shared_sequence, "zigzag")]),
     (chunks_in_the_other_order, "llama", [(shared_sequence, "_chunks_of")]),
     (documents_not_told_apart, "documents", [(shared_sequence, "_documents")]),
-    (token_that_does_not_see_itself, "llama", [(shared_sequence, "_mask")]),
-    (grouped_heads_repeated_in_turn, "llama", [(shared_sequence, "_repeated")]),
+    (token_that_does_not_see_itself, "mistral", [(shared_sequence, "_mask")]),
+    (grouped_heads_repeated_in_turn, "mistral", [(shared_sequence, "_repeated")]),
     (scale_lost, "gemma2", [(SharedSequence, "_attention_of")]),
     (soft_caps_lost, "gemma2", [(SharedSequence, "_attention_of")]),
     (keys_read_one_token_off, "mistral", [(KeyExchange, "offset")]),
@@ -223,7 +232,9 @@ FAULTS = [
     (keys_of_the_layer_before, "llama", [(sequence_ranks, "redistribute")]),
     (heads_of_sets_side_by_side_in_turn, "heads", [(shared_sequence, "_sets")]),
     (outputs_back_in_the_other_order, "heads", [(sequence_ranks, "redistribute")]),
-    (attention_to_later_tokens, "heads", [(SharedSequence, "_attention_of")]),
+    (attention_to_later_tokens, "heads", [(shared_sequence, "attend_last")]),
+    (attention_to_ones_own_tokens_alone, "llama", [(shared_sequence, "attend_last")]),
+    (keys_not_fetched_again, "again", [(sequence_ranks, "redistribute")]),
 ]
 """A fault, the subject that it matters for, and the function that it stands in for, under each name that has it."""
 

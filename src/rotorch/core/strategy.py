@@ -86,6 +86,11 @@ class Strategy(BaseModel, ABC):
         """True if these neighbours exchange heads of attentions, not keys and values: if `exchange` is "heads"."""
         return bool(getattr(self, "exchange", "gather") == "heads")
 
+    @property
+    def fetches_keys_again(self) -> bool:
+        """True if these neighbours' keys and values are not kept for backward, but exchanged once more."""
+        return False
+
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         """Bytes of `unit` on the rank at `position` of this strategy's axes."""

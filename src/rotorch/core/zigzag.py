@@ -176,14 +176,21 @@ def num_head_sets(*, heads: int, key_heads: int, num_ranks: int, repeats: bool) 
     Raises:
         ConfigError: ranks would share a query head, or hold a part of those that share keys.
     """
-    if key_heads >= num_ranks:
-        return key_heads
-    if num_ranks % key_heads == 0 and heads % num_ranks == 0 and repeats:
-        return num_ranks
+
+    def sets_of(ranks: int) -> int | None:
+        if key_heads >= ranks:
+            return key_heads
+        return ranks if ranks % key_heads == 0 and heads % ranks == 0 and repeats else None
+
+    if (sets := sets_of(num_ranks)) is not None:
+        return sets
     why = f"{heads} heads, with {key_heads} of keys and values, cannot be dealt to {num_ranks} ranks"
     if not repeats:
         why += ", since its own code has an attention of whole groups"
-    raise ConfigError(f"exchange=heads: {why}. Write exchange=gather, or context={key_heads} or less")
+    # Divisors of it divide the number of all ranks, too.
+    fewer = max(ranks for ranks in range(1, num_ranks) if num_ranks % ranks == 0 and sets_of(ranks))
+    instead = f", or context={fewer}" if fewer > 1 else ""
+    raise ConfigError(f"exchange=heads: {why}. Write exchange=gather{instead}")
 
 
 def _common(these: tuple[Range, ...], those: tuple[Range, ...]) -> list[Range]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.core.redistribution import Redistribution
 from rotorch.core.strategy import Strategy
 from rotorch.models.shared_sequence import SharedSequence
 from rotorch.ops.redistribute import redistribute
@@ -38,16 +38,13 @@ def share_sequences(
         return None
     ((axis, num_ranks),) = sharing.context_axes.items()
     axis_group = AxisGroup.of_neighbours(mesh, axis, num_ranks, device=device)
-
-    def exchange(x: Tensor, moves: Redistribution) -> Tensor:
-        return redistribute(x, moves=moves, axis_group=axis_group, before_waiting=before_waiting)
-
     return SharedSequence(
         module,
         rank=axis_group.position,
         num_ranks=num_ranks,
-        exchange=exchange,
+        exchange=partial(redistribute, axis_group=axis_group, before_waiting=before_waiting),
         by_heads=sharing.exchanges_heads,
+        fetches_again=sharing.fetches_keys_again,
         all_equal=axis_group.all_equal,
         interleaved=any(isinstance(strategy, StageStrategy) for strategy in strategies),
     )

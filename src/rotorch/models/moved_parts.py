@@ -22,7 +22,7 @@ class Swap(Protocol):
     ) -> Callable[[], None]: ...
 
 
-def moved(x: Tensor, moves: Redistribution, *, swap: Swap, add: bool = False) -> Tensor:
+def moved(x: Tensor, moves: Redistribution, *, swap: Swap, add: bool = False, into: Tensor | None = None) -> Tensor:
     """Makes this rank's tensor of parts of all ranks' tensors. All of them, in one order.
 
     Args:
@@ -30,10 +30,11 @@ def moved(x: Tensor, moves: Redistribution, *, swap: Swap, add: bool = False) ->
         moves: this rank's part.
         swap: exchanges tensors among them.
         add: what comes from others is added to what this rank has itself, which is all of it.
+        into: an earlier result of these moves, whose memory takes this one.
     """
     here = x.movedim(_TOKENS, 0)  # tokens first: those of a message then lie side by side
     heads, tokens = moves.num_made
-    made = here.new_empty(tokens, here.shape[1], heads, here.shape[3])
+    made = here.new_empty(tokens, here.shape[1], heads, here.shape[3]) if into is None else into.movedim(_TOKENS, 0)
     outgoing = [_taken(here, moves.sends[rank]) for rank in moves.others]
     incoming = [
         here.new_empty(part.num_tokens, here.shape[1], part.heads.length, here.shape[3])

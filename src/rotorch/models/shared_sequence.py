@@ -8,15 +8,21 @@
     that the model has without us, block by block of this rank's tokens, with a mask made from positions. So scales,
     soft caps and sinks are the model's own. Or (`by_heads`) it gets all tokens of some heads, calls the attention in
     the same way, and gives the outputs of all tokens back. Transformers makes no masks for a name that its table of
-    masks does not have.
+    masks does not have. Under autocast, whose dtype attentions compute in, tensors are converted before they travel.
 
     Outside of passes everything is as it was: trials on tiny models, and calls of the model, know nothing of us.
 
 [Note: blocks]
     A block of queries needs no keys behind its last token, nor any before its window. Blocks are at most a sixteenth of
     a sequence, so of the scores that are computed at most a sixteenth of a causal half is masked. Backward computes a
-    block again: masks and scores, of which there are tokens times tokens, exist for one block at a time. Where a rank
-    has all tokens, with neither documents nor windows nor padding, torch's fused attention needs neither.
+    block again: masks and scores, of which there are tokens times tokens, exist for one block at a time. Where a token
+    sees all before it, without documents, windows, or padding, torch's fused attention takes a chunk at once
+    (`models/attend_last.py`).
+
+[Note: fetched again]
+    Keys of all tokens, kept in every layer, would be as much as a rank that has whole sequences keeps. Where backward
+    computes layers again (`fetches_again`), their memory is freed behind an attention's forward, and filled once more
+    when the gradient of its output is there.
 
 [Note: interleaved passes]
     In a pipeline the forward of another micro-batch comes before the backward of this one. So what backward runs again
@@ -31,7 +37,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -44,15 +51,23 @@ from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range
 from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, zigzag
+from rotorch.models.attend_last import attend_last
 from rotorch.models.attention_interface import attending_by, attention_configs, attention_names
 from rotorch.models.losses import Batch
 
-Exchange = Callable[[Tensor, Redistribution], Tensor]
-"""Makes `[rows, heads, tokens, features]` of those of all ranks. In backward each rank gets the sum of all ranks'
-gradients of its own."""
 
-_Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Of queries, keys, values and a mask (True: seen; None: all before it, where it has all tokens)."""
+class Exchange(Protocol):
+    """Makes `[rows, heads, tokens, features]` of those of all ranks.
+
+    In backward each rank gets the sum of all ranks' gradients of its own. `into` is an earlier result of the same
+    moves, whose memory takes this one, without autograd.
+    """
+
+    def __call__(self, x: Tensor, moves: Redistribution, *, into: Tensor | None = None) -> Tensor: ...
+
+
+_Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of queries, keys, values and a mask (True: seen)."""
 
 _TEXT = ("input_ids", "inputs_embeds")
 _KNOWN = (*_TEXT, "labels", "shift_labels", "attention_mask", "position_ids")
@@ -91,6 +106,7 @@ class SharedSequence:
         num_ranks: of them.
         exchange: redistributes heads and tokens among them.
         by_heads: each gets all tokens of some heads; if not, the keys and values that its own tokens attend to.
+        fetches_again: keys and values of others are not kept for backward (see [Note: fetched again]).
         all_equal: True if all of them gave the same number.
         interleaved: passes of other micro-batches come between forward and backward of one.
 
@@ -111,6 +127,7 @@ class SharedSequence:
         num_ranks: int,
         exchange: Exchange,
         by_heads: bool = False,
+        fetches_again: bool = False,
         all_equal: Callable[[int], bool] = lambda _: True,
         interleaved: bool = False,
     ) -> None:
@@ -118,7 +135,8 @@ class SharedSequence:
         self._configs = attention_configs(module)
         self._own = attention_names(self._configs)
         refuse_attentions(module)
-        self.rank, self._num_ranks, self._exchange, self._by_heads = rank, num_ranks, exchange, by_heads
+        self.rank, self._num_ranks, self._exchange = rank, num_ranks, exchange
+        self._by_heads, self._fetches_again = by_heads, fetches_again
         self._all_equal, self._interleaved, self._runs_again = all_equal, interleaved, False
         self._sequence: _Sequence | None = None
         self.attended: list[nn.Module] = []
@@ -135,7 +153,7 @@ class SharedSequence:
         first = next(batch[name] for name in _TEXT if name in batch)
         num_tokens, mask = first.shape[1], batch.get("attention_mask")
         chunks = zigzag(num_tokens, num_ranks=self._num_ranks)[self.rank]
-        is_token = None if mask is None else mask.bool()
+        is_token = None if mask is None or _known_to_be_all(mask) else mask.bool()
         self._sequence = _Sequence(num_tokens, chunks, is_token, _documents(batch.get("position_ids")))
         self.attended, self.exchanged = [], []
         whole = {name: tensor for name, tensor in batch.items() if name not in ("attention_mask", "labels")}
@@ -212,8 +230,10 @@ class SharedSequence:
         if self._interleaved and in_backward() and not self._runs_again:
             raise ConfigError(
                 f"{type(module).__name__} is run again in backward by a checkpoint that is not rotorch's, after other "
-                "micro-batches have passed. Leave gradient checkpointing out, and write recompute=block for pp or fsdp"
+                "micro-batches have passed. Call activation_checkpointing_disable(), and write recompute=block for "
+                "fsdp, or recompute=slice for rtp"
             )
+        query, key, value = (_as_computed(x) for x in (query, key, value))
         heads, key_heads = query.shape[1], key.shape[1]
         note = KeysAndValues(
             width=key_heads * (key.shape[3] + value.shape[3]),
@@ -226,26 +246,52 @@ class SharedSequence:
         self.attended.append(module)
         self.exchanged.append(note)
         attend = self._attention_of(module, dropout=dropout, scaling=scaling, window=sliding_window, options=options)
-        fused = self._own_name(module) == "sdpa"
-        of_blocks = _Blocks(attend, sequence, sliding_window, has_dropout=dropout > 0)
+        if sliding_window is not None and sliding_window >= sequence.num_tokens:
+            sliding_window = None
+        sees_all = sliding_window is None and sequence.is_plain and not dropout and query.shape[3] == value.shape[3]
+        repeats = takes_any_group(self._own_name(module))
+        of_blocks = _Blocks(
+            attend,
+            sequence,
+            sliding_window,
+            has_dropout=dropout > 0,
+            fused=partial(attend_last, scale=scaling) if sees_all and self._own_name(module) == "sdpa" else None,
+        )
         if not self._by_heads:
             part = KeyExchange(sequence.num_tokens, self._num_ranks, self.rank, sliding_window)
             # One message; keys and values may differ in their features.
-            fetched = self._exchange(torch.cat([key, value], dim=-1), part.moves(num_heads=key_heads))
+            own, moves = torch.cat([key, value], dim=-1), part.moves(num_heads=key_heads)
+            fetched = self._exchange(own, moves)
             keys, values = fetched.split([key.shape[3], value.shape[3]], dim=-1)
-            return of_blocks.attend(query, keys, values, chunks=sequence.chunks, place_of=part.offset), None
-        num_sets = replace(note, repeats=fused).num_sets(self._num_ranks)
+            output = of_blocks.attend(query, keys, values, chunks=sequence.chunks, place_of=part.offset)
+            if self._fetches_again and own.requires_grad:
+                self._fetch_again(fetched, own=own, moves=moves, output=output)
+            return output, None
+        num_sets = replace(note, repeats=repeats).num_sets(self._num_ranks)
         moves = HeadExchange(sequence.num_tokens, self._num_ranks, self.rank, num_sets).moves
         dealt = self._exchange(_as_sets(query, key, value, num_sets=num_sets), moves)
         queries, keys, values = _of_sets(dealt, query, value)
-        if fused and sliding_window is None and sequence.is_plain:
-            output = attend(queries, keys, values, None)
-        else:
-            everything = Range(0, sequence.num_tokens)
-            output = of_blocks.attend(queries, keys, values, chunks=[everything], place_of=lambda seen: seen.start)
+        everything = Range(0, sequence.num_tokens)
+        output = of_blocks.attend(queries, keys, values, chunks=[everything], place_of=lambda seen: seen.start)
         features = output.shape[3]
         outputs = self._exchange(_sets(output.transpose(1, 2), num_sets=dealt.shape[1]), moves.back)
         return outputs.unflatten(3, (-1, features)).transpose(1, 2).flatten(2, 3), None
+
+    def _fetch_again(self, fetched: Tensor, *, own: Tensor, moves: Redistribution, output: Tensor) -> None:
+        """Frees the memory of keys and values until backward comes to the attention's output, and behind it."""
+        memory = fetched.untyped_storage()
+        size, now = memory.nbytes(), own.detach()
+
+        def fill(_: Tensor) -> None:
+            memory.resize_(size)
+            self._exchange(now, moves, into=fetched.data)  # `data`: the values are the same, so no new version of them
+
+        def free(_: Tensor) -> None:
+            memory.resize_(0)
+
+        memory.resize_(0)
+        output.register_hook(fill)
+        own.register_hook(free)
 
     def _own_name(self, module: nn.Module) -> str:
         return str(self._own.get(id(getattr(module, "config", None)), "eager"))
@@ -258,13 +304,10 @@ class SharedSequence:
             if unknown := sorted(name for name in _NO_OPTIONS if options.get(name) is not None):
                 raise ConfigError(f"{type(module).__name__}: attention 'sdpa' has no {', '.join(unknown)}")
 
-            def fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-                causal = mask is None
-                if not causal:  # kernels that take masks take no grouped heads on every device
-                    key, value = (_repeated(x, times=query.shape[1] // x.shape[1]) for x in (key, value))
-                found = F.scaled_dot_product_attention(
-                    query, key, value, mask, dropout, is_causal=causal, scale=scaling, enable_gqa=causal
-                )
+            def fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+                # Kernels that take masks take no grouped heads on every device.
+                key, value = (_repeated(x, times=query.shape[1] // x.shape[1]) for x in (key, value))
+                found = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
                 return found.transpose(1, 2)
 
             return fused
@@ -272,8 +315,7 @@ class SharedSequence:
         if eager is None:
             raise ConfigError(f"{type(module).__name__} has no attention 'eager' that could be called by itself")
 
-        def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-            assert mask is not None
+        def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
             added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
             added.masked_fill_(~mask, torch.finfo(query.dtype).min)
             found: Tensor = eager(
@@ -293,12 +335,14 @@ class _Blocks:
         sequence: whose tokens attend.
         window: tokens that a token attends to; None: all before it.
         has_dropout: it draws random numbers.
+        fused: attention of all queries of a chunk, where they see all tokens before them: `models/attend_last.py`.
     """
 
     of_block: _Attention
     sequence: _Sequence
     window: int | None
     has_dropout: bool
+    fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 
     def attend(
         self,
@@ -320,11 +364,14 @@ class _Blocks:
         """
         outputs, done = [], 0
         for chunk in chunks:
-            for block in blocks_of(chunk, num_tokens=self.sequence.num_tokens):
+            whole = [chunk] if chunk.length else []
+            for block in whole if self.fused else blocks_of(chunk, num_tokens=self.sequence.num_tokens):
                 seen = seen_by(block, window=self.window)
                 here, place = queries.narrow(2, done, block.length), place_of(seen)
                 its_keys, its_values = (x.narrow(2, place, seen.length) for x in (keys, values))
-                if torch.is_grad_enabled():
+                if self.fused:
+                    output = self.fused(here, its_keys, its_values).transpose(1, 2)
+                elif torch.is_grad_enabled():
                     output = checkpoint(
                         self._attend_block, here, its_keys, its_values, block, seen,
                         use_reentrant=False, preserve_rng_state=self.has_dropout,
@@ -333,7 +380,7 @@ class _Blocks:
                     output = self._attend_block(here, its_keys, its_values, block, seen)
                 outputs.append(output)
                 done += block.length
-        return torch.cat(outputs, dim=1)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_block(self, queries: Tensor, keys: Tensor, values: Tensor, block: Range, seen: Range) -> Tensor:
         mask = _mask(block, seen, window=self.window, sequence=self.sequence, device=queries.device)
@@ -370,6 +417,11 @@ def check_batch(batch: Batch, *, num_ranks: int) -> None:
         )
 
 
+def takes_any_group(attention: str | None) -> bool:
+    """True if an attention of this name takes any number of query heads per head of keys; the model's own may not."""
+    return attention == "sdpa"
+
+
 def refuse_attentions(module: nn.Module) -> None:
     """Raises `ConfigError` for attentions whose masks are not tensors: no block of theirs can be computed."""
     for config in attention_configs(module):
@@ -378,6 +430,18 @@ def refuse_attentions(module: nn.Module) -> None:
             raise ConfigError(
                 f"context: attn_implementation={name!r} takes no masks made from positions. Write 'sdpa' or 'eager'"
             )
+
+
+def _known_to_be_all(mask: Tensor) -> bool:
+    """True if a mask is known to leave nothing out: a GPU would have to be asked, and waited for."""
+    return mask.device.type == "cpu" and bool(mask.all())
+
+
+def _as_computed(x: Tensor) -> Tensor:
+    """A tensor in the dtype in which autocast, if it is on, has attentions computed."""
+    on = x.device.type
+    converts = torch.is_autocast_enabled(on) and x.dtype != torch.float64  # which autocast leaves alone
+    return x.to(torch.get_autocast_dtype(on)) if converts else x
 
 
 def _chunks_of(tensor: Tensor, chunks: Sequence[Range]) -> Tensor:

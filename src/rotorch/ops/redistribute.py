@@ -14,7 +14,12 @@ from rotorch.models.moved_parts import moved
 
 
 def redistribute(
-    x: Tensor, *, moves: Redistribution, axis_group: AxisGroup, before_waiting: Callable[[], None]
+    x: Tensor,
+    moves: Redistribution,
+    *,
+    axis_group: AxisGroup,
+    before_waiting: Callable[[], None],
+    into: Tensor | None = None,
 ) -> Tensor:
     """Makes this rank's tensor of parts of all ranks' tensors; gradients go back, and add up where parts overlap.
 
@@ -24,7 +29,11 @@ def redistribute(
         axis_group: the ranks that share the sequence; all of them call it in the same order.
         before_waiting: called before each exchange, in forward and in backward: this rank then waits for others, who
             may wait for something that it has put off.
+        into: an earlier result of these moves, whose memory takes this one, without autograd.
     """
+    if into is not None:
+        before_waiting()
+        return moved(x, moves, swap=axis_group.swap, into=into)
     made: Tensor = _Redistribute.apply(x, moves, axis_group, before_waiting)
     return made
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy, sharing, with_visits
@@ -34,7 +35,7 @@ from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict_part
 from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
 from rotorch.planner.workload import FoldedModel
-from rotorch.strategies import context_ranks, exchanges_heads
+from rotorch.strategies import context_ranks, exchanges_heads, fetches_keys_again
 from rotorch.strategies.fsdp.plan import FSDP
 from rotorch.strategies.single.plan import Single
 
@@ -335,11 +336,12 @@ def memory_of(
     """
     spec = held.spec if held is not None else None
     slots = strategies[-1].layout_of(spec, batch=batch).slots_bytes if spec is not None else 0
-    sharing_ranks, by_heads = context_ranks(strategies), exchanges_heads(strategies)
+    sharing_ranks, again = context_ranks(strategies), fetches_keys_again(strategies)
     own = own_tokens(batch, num_ranks=sharing_ranks)
+    shared: dict[str, Any] = {"by_heads": exchanges_heads(strategies), "fetched_again": again}
     keys, attending = (
         tuple(
-            [of(each, batch=batch, num_ranks=sharing_ranks, by_heads=by_heads) for each in layer.attentions]
+            [of(each, batch=batch, num_ranks=sharing_ranks, **shared) for each in layer.attentions]
             for layer in traced.layers
         )
         for of in (kept_bytes, backward_bytes)
@@ -472,7 +474,8 @@ class _Passes:
                 last,
             ]
             if any(self.attending):
-                left, beside = max((self._attending(number, kept=kept) for number in layers), key=sum)
+                left = kept - self.traced.behind.of(self.rows) if has_head else kept
+                left, beside = max((self._attending(number, kept=left) for number in layers), key=sum)
                 in_attention = {"activations": left, "temporaries": beside}
                 moments.append({"gradients": early, "gathered": in_backward, **in_attention})
         highest = max(moments, key=lambda moment: sum(moment.values()))
@@ -575,8 +578,13 @@ class _Passes:
         return self._all_of(layer, cut=self.cuts.interior) + self.keys[number]
 
     def _attending(self, number: int, *, kept: float) -> tuple[float, float]:
-        """Bytes of what is kept, and of all else, in a layer's attention, when the rest of the layer is done."""
-        layer, kept = self.traced.layers[number], kept - self.traced.behind.of(self.rows)
+        """Bytes of what is kept, and of all else, in a layer's attention, when all behind it is done.
+
+        Args:
+            number: of the layer's class.
+            kept: bytes, but for those behind the layers.
+        """
+        layer = self.traced.layers[number]
         beside = self.attending[number] + 2 * layer.given.of(self.rows)
         if self.by_units:
             return kept - layer.given.of(self.rows), beside

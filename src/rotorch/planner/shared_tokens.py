@@ -8,8 +8,8 @@
     A rank's queries attend block by block, and backward computes a block again (`models/shared_sequence.py`). Of a
     block's scores at most its last tokens are masked, so a rank computes little more than its part of a causal half.
     For one block at a time there are a mask, heads of keys and values repeated for the queries that share them, and
-    scores where no fused kernel computes them. Where ranks exchange heads and each token sees all before it, one fused
-    attention takes all queries, keeps its output, and nothing is computed again.
+    scores where no fused kernel computes them. Where each token sees all before it, a fused attention takes a whole
+    chunk, or with exchanged heads all queries; it keeps its output, and nothing is computed again.
 """
 
 from __future__ import annotations
@@ -48,13 +48,18 @@ class TracedAttention:
     key_heads: int = 1
 
     @property
+    def sum_bytes(self) -> float:
+        """Bytes of the sums of scores that a fused attention keeps, per token."""
+        return float(_SUM_OF_SCORES_BYTES * self.heads)
+
+    @property
     def head_bytes(self) -> float:
         """Bytes of keys and values with as many heads as queries have; 0 if they have as many."""
         return self.key_bytes * self.heads / self.key_heads if self.heads > self.key_heads else 0.0
 
     @property
     def is_fused(self) -> bool:
-        """True if one kernel takes all tokens of a rank's heads."""
+        """True if one kernel takes all queries of a chunk (see [Note: blocks of queries])."""
         return self.window is None and not self.score_bytes
 
     def dealt(self, num_ranks: int) -> tuple[float, float, float]:
@@ -118,7 +123,14 @@ def most_keys(num_tokens: int, num_ranks: int, window: int | None) -> int:
 # ---------------------------------------------------------------- memory
 
 
-def kept_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int, by_heads: bool = False) -> float:
+def kept_bytes(
+    attention: TracedAttention,
+    *,
+    batch: MicroBatch,
+    num_ranks: int,
+    by_heads: bool = False,
+    fetched_again: bool = False,
+) -> float:
     """Bytes that an attention keeps for backward beside its own tokens' queries.
 
     Args:
@@ -126,20 +138,31 @@ def kept_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int,
         batch: the micro-batch; its tokens are those of the whole sequence.
         num_ranks: of those that share it.
         by_heads: they exchange heads, not keys and values.
+        fetched_again: of keys and values, a rank keeps its own.
     """
+    own = own_tokens(batch, num_ranks=num_ranks).num_tokens
     if by_heads:
         share, queries, keys = attention.dealt(num_ranks)
-        outputs = queries + share * _SUM_OF_SCORES_BYTES * attention.heads if attention.is_fused else 0.0
-        own = own_tokens(batch, num_ranks=num_ranks).num_tokens * attention.query_bytes
-        return batch.num_rows * (batch.num_tokens * (queries + keys + outputs) - own)
-    return batch.num_rows * most_keys(batch.num_tokens, num_ranks, attention.window) * attention.key_bytes
+        outputs = queries + share * attention.sum_bytes if attention.is_fused else 0.0
+        return batch.num_rows * (batch.num_tokens * (queries + keys + outputs) - own * attention.query_bytes)
+    needed = own if fetched_again else most_keys(batch.num_tokens, num_ranks, attention.window)
+    # Outputs of chunks, beside all of them together.
+    outputs = attention.query_bytes + attention.sum_bytes if attention.is_fused else 0.0
+    return batch.num_rows * (needed * attention.key_bytes + own * outputs)
 
 
 _SUM_OF_SCORES_BYTES = 4
 """Of a head and a query, which a fused attention keeps: float32."""
 
 
-def backward_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: int, by_heads: bool = False) -> float:
+def backward_bytes(
+    attention: TracedAttention,
+    *,
+    batch: MicroBatch,
+    num_ranks: int,
+    by_heads: bool = False,
+    fetched_again: bool = False,
+) -> float:
     """Bytes beside the kept ones while an attention's longest block of queries is in backward.
 
     Its heads of keys and values repeated, the gradient of each, its mask, and gradients of all queries, keys and
@@ -151,6 +174,7 @@ def backward_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: 
         batch: the micro-batch; its tokens are those of the whole sequence.
         num_ranks: of those that share it.
         by_heads: they exchange heads, not keys and values.
+        fetched_again: others' keys and values are fetched again.
     """
     rows, queries, window = batch.num_rows, block_size(batch.num_tokens), attention.window
     seen = batch.num_tokens if window is None else min(batch.num_tokens, window + queries - 1)
@@ -162,8 +186,11 @@ def backward_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: 
             return gradients
         scores = _SCORES_AT_ONCE * rows * attention.score_bytes * share
         return gradients + rows * seen * heads * share + queries * seen * (1.0 + batch.itemsize + scores)
-    own = own_tokens(batch, num_ranks=num_ranks).num_tokens
-    sums = own * attention.query_bytes + most_keys(batch.num_tokens, num_ranks, window) * attention.key_bytes
+    own, needed = own_tokens(batch, num_ranks=num_ranks).num_tokens, most_keys(batch.num_tokens, num_ranks, window)
+    sums = own * attention.query_bytes + needed * attention.key_bytes
+    sums += needed * attention.key_bytes if fetched_again else 0.0
+    if attention.is_fused:
+        return rows * (sums + _GRADIENTS_OF_KEYS * needed * attention.key_bytes)
     scores = _SCORES_AT_ONCE * rows * attention.score_bytes
     mask = 1.0 + batch.itemsize
     return rows * (seen * heads + sums) + queries * seen * (mask + scores)
@@ -171,6 +198,9 @@ def backward_bytes(attention: TracedAttention, *, batch: MicroBatch, num_ranks: 
 
 _SCORES_AT_ONCE = 4
 """Scores, their soft-max, and the gradient of each."""
+
+_GRADIENTS_OF_KEYS = 1
+"""Of a chunk, beside the sum of both chunks' gradients."""
 
 # ---------------------------------------------------------------- traffic
 
@@ -213,16 +243,20 @@ def attention_passes(
     width, size, rows = float(model.attention_width), batch.itemsize, batch.num_rows
     note = next((note for unit in layer.units if (note := unit.note(KeysAndValues)) is not None), None)
     exchanged, window = (float(note.width), note.window) if note is not None else (2 * width, None)
+    share = 1.0  # of the queries that a rank attends with
     if by_heads:
         sets, key_heads = (num_ranks,) * 2 if note is None else (note.num_sets(num_ranks), note.key_heads)
-        share = most_of(sets, num_ranks)
-        width, exchanged = width * share, exchanged * share * sets / key_heads
-        if window is None and (note is None or note.repeats):
-            pairs = batch.num_tokens**2 / 2
-            moved = rows * batch.num_tokens * (2.0 * width + exchanged) * size
-            fused: Row = (4.0 * rows * pairs * width, 2.0 / batch.num_tokens + 1.0 / 128, moved, 2.0)
-            again: Row = (2.5 * fused[0], fused[1], 2 * moved, 3.0)
-            return Passes(Work.of(fused), Work.of(again), Work.of())
+        dealt = most_of(sets, num_ranks)
+        width, exchanged = width * dealt, exchanged * dealt * sets / key_heads
+    else:
+        share /= num_ranks
+    if window is None and (note is None or note.repeats):
+        pairs = share * batch.num_tokens**2 / 2
+        moved = rows * batch.num_tokens * (2.0 * share * width + exchanged) * size
+        sides = 2.0 / batch.num_tokens + 1.0 / 128
+        fused: Row = (4.0 * rows * pairs * width, sides, moved, 2.0 if by_heads else _OPERATORS_OF_CHUNKS)
+        again: Row = (2.5 * fused[0], fused[1], 2 * moved, 3.0 if by_heads else 2.0 * _OPERATORS_OF_CHUNKS)
+        return Passes(Work.of(fused), Work.of(again), Work.of())
     blocks = blocks_of_rank(batch.num_tokens, 1 if by_heads else num_ranks, window)
     flops = 4.0 * rows * blocks.pairs * width
     sides = blocks.number / blocks.queries + blocks.number / blocks.keys + 1.0 / 128
@@ -238,6 +272,9 @@ def attention_passes(
     backward: Row = (2.5 * flops, sides, 2 * moved + sums, operators)
     return Passes(Work.of(forward), Work.of(forward, backward), Work.of())
 
+
+_OPERATORS_OF_CHUNKS = 14.0
+"""Of two chunks: attention in two parts, the parts' weights, and their sum."""
 
 _OPERATORS_OF_BLOCK = 8
 """Its mask, heads repeated, and the attention itself."""

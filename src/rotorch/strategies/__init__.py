@@ -222,6 +222,11 @@ def exchanges_heads(strategies: Sequence[Strategy]) -> bool:
     return any(strategy.context_axes and strategy.exchanges_heads for strategy in strategies)
 
 
+def fetches_keys_again(strategies: Sequence[Strategy]) -> bool:
+    """Returns True if ranks that share a sequence exchange its keys and values once more in backward."""
+    return any(strategy.context_axes and strategy.fetches_keys_again for strategy in strategies)
+
+
 def check_compiled(strategies: Sequence[Strategy]) -> None:
     """Raises `ConfigError` if a strategy compiles nothing, for `compile=True`."""
     for strategy in strategies:

@@ -34,7 +34,7 @@ from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.zigzag import zigzag
 from rotorch.models.losses import Batch, CausalLMLoss, LossFn, count_targets, loss_of
 from rotorch.models.moved_parts import moved
-from rotorch.models.shared_sequence import SharedSequence
+from rotorch.models.shared_sequence import SharedSequence, takes_any_group
 from rotorch.models.trial.two_threads import (
     ThreadExchange,
     differ,
@@ -133,8 +133,8 @@ def _in_parts(tiny: nn.Module, batch: dict[str, Tensor], loss: LossFn | None, *,
     def run(mine: int, exchange: ThreadExchange) -> Tensor:
         model = models[mine]
 
-        def redistribute(x: Tensor, moves: Redistribution) -> Tensor:
-            return moved(x, moves, swap=partial(_swapped, exchange, mine))
+        def redistribute(x: Tensor, moves: Redistribution, *, into: Tensor | None = None) -> Tensor:
+            return moved(x, moves, swap=partial(_swapped, exchange, mine), into=into)
 
         sequence = SharedSequence(model, rank=mine, num_ranks=_NUM_PARTS, exchange=redistribute, by_heads=by_heads)
         with sequence.attention():
@@ -268,7 +268,7 @@ def with_sequences_shared(spec: ModelSpec, module: nn.Module, found: SharedTrial
         if unit.kind is UnitKind.MODULE and any(f"{name}.".startswith(f"{unit.name}.") for name in attentions):
             return replace(spec, sequences_stay_whole=f"its {unit.name!r} is cut by heads, by a plan of the user's own")
     spec = replace(spec, heads_stay_together=found.heads_refused)
-    repeats = module.config._attn_implementation != "eager"
+    repeats = takes_any_group(module.config._attn_implementation)
     units = list(spec.units)
     for name, part in attentions.items() if found.knows_traffic else ():
         note = replace(_keys_and_values(module.config, part), repeats=repeats)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten
+from rotorch.models.attention_interface import attention_configs, attention_names
 from rotorch.models.trial.slices import one_thread
 from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
 from rotorch.shard.materialize import off_meta
@@ -25,9 +26,9 @@ _PATIENCE_S = 60.0
 
 
 def key_of(module: nn.Module) -> str:
-    """Returns the key that equal models share: class and configuration."""
-    of_config = sorted(module.config.to_dict().items(), key=str)
-    return f"{type(module).__module__}.{type(module).__qualname__} {of_config!r}"
+    """Returns the key that equal models share: class, configuration, and attention, which that does not tell."""
+    of_config, attention = sorted(module.config.to_dict().items(), key=str), attention_names(attention_configs(module))
+    return f"{type(module).__module__}.{type(module).__qualname__} {of_config!r} {list(attention.values())}"
 
 
 @contextmanager

@@ -38,7 +38,8 @@ Long sequences (`context=c`; `tsp=n` is `rtp=n[context=n]`; c ranks, T tokens, K
     Neighbours in groups of c share a batch, and each has T/c of its tokens from the embedding to the loss, one chunk of
     the front and one of the back. Attentions rotate weight by weight, so that all heads of a rank's tokens are there at
     once, and every rank gets the keys and values that its tokens attend to: sent per layer 3/4 (c-1)/c T K in forward
-    on average, at most 2 w K with a window of w tokens, as much for their gradients; kept for backward T K at most.
+    on average, at most 2 w K with a window of w tokens, as much for their gradients; kept for backward T K at most,
+    or with `recompute=slice` this rank's own, and the others' are sent once more.
     With `exchange=heads` every rank gets all tokens of some heads instead, and sends outputs back: in forward
     (c-1)/c^2 T (2 D + K), with D features of queries and of outputs, as much in backward; kept T (2 D + K) / c.
     Source: TSP (arXiv 2604.26294), whose tensor and sequence parallelism share one axis; DeepSpeed-Ulysses (arXiv
@@ -120,8 +121,9 @@ class RTP(OneAxis):
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
         exchange: among neighbours that share a batch. "gather": each gets the keys and values that its own tokens
-            attend to, and keeps them for backward. "heads": each gets all tokens of some heads, and gives their outputs
-            back; it keeps 1/context of them, and sends less the more ranks share (docs/long_context.md).
+            attend to, and keeps them for backward, or with `recompute=slice` gets them again. "heads": each gets all
+            tokens of some heads, and gives their outputs back; it keeps 1/context of them, and sends less the more
+            ranks share (docs/long_context.md).
         memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
             are whole on every rank within it (`osdp=4[memory=2GiB]`, core/whole_units.py). A whole unit is computed
             with as it is; `recompute` is for the others.
@@ -175,6 +177,10 @@ class RTP(OneAxis):
     def context_axes(self) -> dict[str, int]:
         return {"rtp": self.context} if self.context > 1 else {}
 
+    @property
+    def fetches_keys_again(self) -> bool:
+        return self.recompute == "slice" and not self.exchanges_heads
+
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         return key_value_transfers(
             unit,
@@ -182,6 +188,7 @@ class RTP(OneAxis):
             num_ranks=self.context,
             axis="rtp",
             position=position,
+            num_forwards=2 if self.fetches_keys_again else 1,
             by_heads=self.exchanges_heads,
         )
 

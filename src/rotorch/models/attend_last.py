@@ -1,0 +1,81 @@
+"""Attention of the last tokens of a sequence to all of it: causal, without a mask, and not computed again.
+
+[Note: two parts]
+    A causal kernel on CPU takes its queries for the first tokens. So queries attend in two parts: to the keys before
+    their own tokens, which all of them see, and to their own. Each part gives its outputs and the logarithm of its sum
+    of exponentials, by which outputs are weighted. In backward a kernel is given outputs and sums of both parts, and
+    gives a part's gradients. Source: blockwise attention (Liu, Abbeel, arXiv 2305.19370).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from rotorch._torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
+
+
+def attend_last(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+    """Outputs `[rows, heads, queries, features]` of the last tokens' queries.
+
+    Args:
+        query: `[rows, heads, queries, features]`.
+        key: of all tokens, `[rows, heads, tokens, features]`; query heads may share it in equal groups.
+        value: of the same shape, also in its features.
+        scale: of scores; None: one over the root of the number of features.
+    """
+    if query.device.type != "cpu":
+        bias = causal_lower_right(query.shape[2], key.shape[2])
+        return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=True)
+    output: Tensor = _InTwoParts.apply(query, key, value, scale)
+    return output
+
+
+class _InTwoParts(Function):
+    """See [Note: two parts]."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+        before = key.shape[2] - query.shape[2]
+        output, log_sum = CPU_ATTENTION(query, *_own(key, value, before=before), 0.0, True, scale=scale)
+        if before:
+            other, log_sum_of_other = CPU_ATTENTION(query, *_before(key, value, before=before), scale=scale)
+            log_sum_of_own, log_sum = log_sum, torch.logaddexp(log_sum, log_sum_of_other)
+            weights = ((part - log_sum).exp().unsqueeze(-1) for part in (log_sum_of_own, log_sum_of_other))
+            output = sum(part * weight for part, weight in zip((output, other), weights, strict=True)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, output, log_sum = ctx.saved_tensors
+        before = key.shape[2] - query.shape[2]
+
+        def of_part(keys: Tensor, values: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = CPU_ATTENTION_BACKWARD(
+                grad, query, keys, values, output, log_sum, 0.0, causal, scale=ctx.scale
+            )
+            return found
+
+        own = of_part(*_own(key, value, before=before), causal=True)
+        if not before:
+            return *own, None
+        others = of_part(*_before(key, value, before=before), causal=False)
+        return others[0].add_(own[0]), *(torch.cat(both, dim=2) for both in zip(others[1:], own[1:], strict=True)), None
+
+
+def _own(*tensors: Tensor, before: int) -> tuple[Tensor, ...]:
+    """Of the tokens behind the first ones."""
+    return tuple(x.narrow(2, before, x.shape[2] - before) for x in tensors)
+
+
+def _before(*tensors: Tensor, before: int) -> tuple[Tensor, ...]:
+    """Of the first tokens."""
+    return tuple(x.narrow(2, 0, before) for x in tensors)

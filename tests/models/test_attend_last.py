@@ -1,0 +1,61 @@
+"""Attention of the last tokens of a sequence, against all scores with a mask."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from rotorch.models.attend_last import attend_last
+
+
+def by_mask(query, key, value, scale):
+    before = key.shape[2] - query.shape[2]
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(before)
+    times = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)
+
+
+def by_lower_right(query, key, value, scale):
+    """As on a device whose kernels know it."""
+    bias = causal_lower_right(query.shape[2], key.shape[2])
+    return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=True)
+
+
+def given_tensors(*, queries, tokens, heads=4, key_heads=2, dtype=torch.float64):
+    """Keys and values are parts of one tensor, and queries come as views, as models give them."""
+    torch.manual_seed(0)
+    query = torch.randn(2, queries, heads, 8, dtype=dtype, requires_grad=True)
+    both = torch.randn(2, key_heads, tokens, 16, dtype=dtype, requires_grad=True)
+    return query, both, torch.randn(2, heads, queries, 8, dtype=dtype)
+
+
+def outputs_and_gradients(attend, query, both, grad, *, scale=0.3):
+    key, value = both.split(8, dim=-1)
+    output = attend(query.transpose(1, 2), key, value, scale)
+    return output.detach(), *torch.autograd.grad(output, (query, both), grad)
+
+
+@given(
+    queries=st.integers(1, 40), before=st.integers(0, 70), key_heads=st.sampled_from([1, 2, 4]),
+    scale=st.sampled_from([None, 0.3]),
+)  # fmt: skip
+def test_is_attention_with_a_mask(queries, before, key_heads, scale):
+    tensors = given_tensors(queries=queries, tokens=before + queries, key_heads=key_heads)
+    expected = outputs_and_gradients(by_mask, *tensors, scale=scale)
+    for attend in (lambda q, k, v, scale: attend_last(q, k, v, scale=scale), by_lower_right):
+        for found, right in zip(outputs_and_gradients(attend, *tensors, scale=scale), expected, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_is_as_near_to_the_truth_as_the_kernel_with_a_mask(dtype):
+    tensors = given_tensors(queries=64, tokens=256, dtype=dtype)
+    truth = outputs_and_gradients(by_mask, *(x.detach().double().requires_grad_() for x in tensors))
+    of_kernel = outputs_and_gradients(by_mask, *tensors)
+    found = outputs_and_gradients(lambda q, k, v, scale: attend_last(q, k, v, scale=scale), *tensors)
+    for one, kernel, right in zip(found, of_kernel, truth, strict=True):
+        assert one.dtype == dtype
+        assert float((one - right).norm()) <= 1.5 * float((kernel - right).norm())
