@@ -34,7 +34,8 @@ GPT = {
 }
 PIPELINES = ["pipeline-fsdp2", "pipeline-fsdp2-keep"]  # want several micro-batches
 OF_TORCH = [name for name, peer in PEERS.items() if peer.library == "torch" and name not in PIPELINES]
-OF_OTHERS = [name for name, peer in PEERS.items() if peer.library != "torch"]
+OF_EXPERTS = "hf-ep"
+OF_OTHERS = [name for name, peer in PEERS.items() if peer.library != "torch" and name != OF_EXPERTS]
 
 
 def measure(task, peers, *, parallel=()):
@@ -151,6 +152,19 @@ def test_torchs_pipelines_train_as_one_process(task):
     # One gather a group and step: of the layer, and of what stands before or after it.
     assert rows["pipeline-fsdp2-keep"]["messages_by_kind"]["all_gather"] == 2
     assert rows["pipeline-fsdp2"]["messages_by_kind"]["all_gather"] > 2
+
+
+@pytest.mark.filterwarnings("ignore")  # theirs
+def test_experts_of_transformers_are_held_once_and_clipped_with_all_else(task):
+    with pytest.raises(ConfigError, match=r"no plan for experts of model_type='llama'\. Leave it out"):
+        find_peer(OF_EXPERTS).load().check(task)
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    optimizer = task.optimizer.model_copy(update={"clip_norm": 0.1})
+    task = dataclasses.replace(task, model={**task.model, **experts}, optimizer=optimizer)
+    record, rows = measure(task, [OF_EXPERTS], parallel=["ep=2"])
+    assert exit_code(record) == 0, record
+    assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
+    assert sum(rows[OF_EXPERTS]["weight_elements_by_rank"]) == sum(rows["ep=2"]["weight_elements_by_rank"])
 
 
 def test_clipping_is_the_same_for_all(task):

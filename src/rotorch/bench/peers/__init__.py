@@ -142,6 +142,11 @@ PEERS: dict[str, Peer] = {
         contender="hugging_face:HuggingFace",
         library="transformers",
     ),
+    "hf-ep": Peer(
+        about="transformers' DistributedConfig(fsdp_size=N, ep_size=N): hf-fsdp2 whose experts stay, and tokens travel",
+        contender="hugging_face:HuggingFaceExperts",
+        library="transformers",
+    ),
     "hf-tp": Peer(
         about="transformers' DistributedConfig(tp_size=N): tensor parallel by the model's plan, one batch",
         contender="hugging_face:HuggingFace",

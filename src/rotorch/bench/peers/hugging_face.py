@@ -1,4 +1,4 @@
-"""transformers' own `DistributedConfig`: `fully_shard` or tensor parallel by the model's plans, made while it loads.
+"""transformers' own `DistributedConfig`: `fully_shard`, experts or tensors by the model's plans, made while it loads.
 
 [Note: from_pretrained]
     `DistributedConfig` is an argument of `from_pretrained` only. So each rank writes the first weights, those of every
@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_model
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rotorch.bench.contender import PlainLoop, whole_model
 from rotorch.bench.task import Task
 from rotorch.core.errors import ConfigError
+from rotorch.models.hf import config_from_dict
 
 
 class HuggingFace(PlainLoop):
@@ -31,38 +33,58 @@ class HuggingFace(PlainLoop):
         task: the task to train.
         rank: this one.
         tensor_parallel: tensor parallel over all ranks, instead of FSDP2.
+        ep_size: beside FSDP2, ranks that each have some experts whole, to which tokens travel.
     """
 
-    def __init__(self, task: Task, *, rank: int, tensor_parallel: bool = False) -> None:
+    def __init__(self, task: Task, *, rank: int, tensor_parallel: bool = False, ep_size: int = 1) -> None:
         in_bfloat16 = task.half_dtype is not None
         if tensor_parallel:
             super().__init__(task, module=_load(task, tp_size=task.num_ranks), shares=[0], num_shares=1)
         else:
-            module = _load(task, fsdp_size=task.num_ranks, fsdp_mixed_precision=in_bfloat16)
+            module = _load(task, fsdp_size=task.num_ranks, fsdp_mixed_precision=in_bfloat16, ep_size=ep_size)
             super().__init__(task, module=module, shares=[rank])
             self._autocast_dtype = None  # FSDP2's own policy is in its place
 
     def clip(self) -> None:
-        """Tensor parallel leaves DTensors beside plain norms, which torch's clipping does not take together."""
+        """Weights of several meshes, and whole norms beside them, torch's clipping does not take together."""
         if not self._task.optimizer.clip_norm:
             return
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        kinds = [[g for g in gradients if isinstance(g, DTensor) is cut] for cut in (True, False)]
-        norms = [nn.utils.get_total_norm(kind) for kind in kinds if kind]
+        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
+                by_mesh.setdefault(mesh, []).append(parameter)
+        norms = [
+            nn.utils.get_total_norm([p.grad for p in of_mesh if p.grad is not None]) for of_mesh in by_mesh.values()
+        ]
         whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
-        for kind in (True, False):
-            nn.utils.clip_grads_with_norm_(
-                [p for p in parameters if isinstance(p.grad, DTensor) is kind],
-                self._task.optimizer.clip_norm,
-                whole.norm(),
-            )
+        for of_mesh in by_mesh.values():
+            nn.utils.clip_grads_with_norm_(of_mesh, self._task.optimizer.clip_norm, whole.norm())
 
     @staticmethod
     def check(task: Task) -> None:
         """Raises `ConfigError` if blocks were to be compiled."""
         if task.compile:
-            raise ConfigError("bench: peers hf-fsdp2 and hf-tp: blocks are not compiled. Leave train.compile out")
+            raise ConfigError(
+                "bench: peers hf-fsdp2, hf-ep and hf-tp: blocks are not compiled. Leave train.compile out"
+            )
+
+
+class HuggingFaceExperts(HuggingFace):
+    """The same with all experts on ranks of their own."""
+
+    def __init__(self, task: Task, *, rank: int) -> None:
+        super().__init__(task, rank=rank, ep_size=task.num_ranks)
+
+    @staticmethod
+    def check(task: Task) -> None:
+        """Raises `ConfigError` for a model without a plan for experts."""
+        HuggingFace.check(task)
+        if not getattr(config_from_dict(task.model, source="model.config"), "base_model_ep_plan", None):
+            raise ConfigError(
+                f"bench: peer hf-ep: transformers has no plan for experts of model_type={task.model['model_type']!r}. "
+                "Leave it out, or write mixtral"
+            )
 
 
 def _load(task: Task, **sizes: Any) -> nn.Module:
