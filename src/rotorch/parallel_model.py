@@ -36,7 +36,7 @@ from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
 from rotorch.models.pretrained import open_pretrained
-from rotorch.models.shared_sequence import SharedSequence, check_batch
+from rotorch.models.shared_sequence import SharedSequence, check_batch, simplified
 from rotorch.ops.deferred_logits import detached, last_logits, real_for_hooks, real_outputs
 from rotorch.process.host_memory import make_room
 from rotorch.shard.at_rest import AtRest
@@ -292,7 +292,7 @@ class ParallelModel:
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         doing = ModelCall.STEP_MORE if accumulate else ModelCall.STEP
         num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)  # counted where the batches are
-        micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
+        micro_batches = [self._for_passes(micro_batch) for micro_batch in micro_batches]
         sharded, beside = self._sharded, list[Any]()
         self.written_buffers.start()
         with (
@@ -327,7 +327,7 @@ class ParallelModel:
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         num_targets = self._meet_with(micro_batches, doing=ModelCall.EVALUATION)
-        micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
+        micro_batches = [self._for_passes(micro_batch) for micro_batch in micro_batches]
         beside = list[Any]()
         loss = self._loss_over(1, beside=beside)
         with evaluating(self.module), self.unsharded() as callee, self._shared_sequences():
@@ -516,6 +516,9 @@ class ParallelModel:
                 f"context={self.num_context_ranks}: ranks that share a sequence were given different batches. Give all "
                 f"ranks of one batch_rank the same whole batch (this is batch_rank {self.batch_rank})"
             )
+
+    def _for_passes(self, batch: Batch) -> Batch:
+        return self._on_device(batch if self._sequence is None else simplified(batch))
 
     def _on_device(self, batch: Batch) -> Batch:
         """Moves a batch to the model's device; returns it as it is if it is there."""

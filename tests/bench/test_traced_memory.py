@@ -161,6 +161,16 @@ BOUND = 0.0138
 """Of the largest error that the planner aims at."""
 
 
+def test_attentions_are_traced_in_the_dtype_in_which_they_compute():
+    config = config_from_dict(json.loads(Path("configs/tiny/llama.json").read_text()), source="")
+    attentions = []
+    for precision in ("float32", "autocast_bfloat16"):
+        _, traced = traced_parts(config, tokens=32, num_ranks=2, precision=precision)
+        attentions.append(traced.layers[0].attentions[0])
+    whole, half = attentions
+    assert (half.key_bytes, half.query_bytes) == (whole.key_bytes / 2, whole.query_bytes / 2)
+
+
 def test_of_a_model_whose_sequences_stay_whole_nothing_is_traced():
     config = config_from_dict(
         {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 96}, source=""

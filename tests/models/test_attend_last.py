@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from rotorch.models.attend_last import attend_last
+from rotorch.models.attend_last import attend_last, can_fuse
 
 
 def by_mask(query, key, value, scale):
@@ -48,6 +48,29 @@ def test_is_attention_with_a_mask(queries, before, key_heads, scale):
     for attend in (lambda q, k, v, scale: attend_last(q, k, v, scale=scale), by_lower_right):
         for found, right in zip(outputs_and_gradients(attend, *tensors, scale=scale), expected, strict=True):
             torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_features_need_not_lie_side_by_side():
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(2, heads, 8, n, dtype=torch.float64).transpose(2, 3) for heads, n in ((4, 5), (2, 9), (2, 9))
+    ]
+    torch.testing.assert_close(attend_last(*tensors, scale=None), by_mask(*tensors, None), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "features", "of_values", "fits"),
+    [
+        ("cpu", torch.float64, 300, 300, True),
+        ("cpu", torch.float32, 64, 32, False),
+        ("meta", torch.bfloat16, 128, 128, True),  # in the place of a GPU
+        ("meta", torch.bfloat16, 264, 264, False),
+        ("meta", torch.float32, 128, 128, False),
+    ],
+)
+def test_only_what_a_kernel_takes_without_all_scores_is_fused(device, dtype, features, of_values, fits):
+    query, value = (torch.empty(1, 2, 4, n, dtype=dtype, device=device) for n in (features, of_values))
+    assert can_fuse(query, value) == fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

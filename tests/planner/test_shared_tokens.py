@@ -64,7 +64,7 @@ def test_keys_that_are_kept_are_those_that_the_exchange_brings(window):
 
 
 def test_heads_that_share_keys_are_repeated_in_a_block_of_backward():
-    batch, alone = MicroBatch(1, 8192), TracedAttention(query_bytes=512.0, key_bytes=128.0, window=8192)
+    batch, alone = MicroBatch(1, 8192), TracedAttention(query_bytes=512.0, key_bytes=128.0, window=8191)
     grouped = replace(alone, heads=8)
     more = backward_bytes(grouped, batch=batch, num_ranks=4) - backward_bytes(alone, batch=batch, num_ranks=4)
     assert more == 8192 * (2 * 1024 - 128)
@@ -81,6 +81,10 @@ def test_heads_that_are_exchanged_are_kept_by_one_rank():
     assert kept_bytes(windows, batch=batch, num_ranks=4, by_heads=True) == 3 * (queries + keys - 251 * 64)
     few = replace(attention, key_heads=2)  # two ranks have the same keys
     assert kept_bytes(few, batch=batch, num_ranks=4, by_heads=True) == dealt + 3 * keys
+    wide = replace(attention, is_square=False)  # no fused kernel takes values of another width
+    assert kept_bytes(wide, batch=batch, num_ranks=4, by_heads=True) == 3 * (queries + keys - 251 * 64)
+    all_tokens = replace(attention, window=1001)
+    assert kept_bytes(all_tokens, batch=batch, num_ranks=4, by_heads=True) == dealt
     uneven = replace(attention, key_heads=5, heads=5)  # two of five heads
     assert uneven.dealt(4) == (0.4, 0.4 * 64, 0.4 * 32)
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from small_configs import SIZES, config_of
 
 import rotorch
-from rotorch._torch_private import CPU_ATTENTION, TorchDispatchMode
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.errors import ConfigError
 from rotorch.core.shared_context import KeysAndValues, key_value_transfers
 from rotorch.core.spec import Combine, Unit, UnitKind
 from rotorch.core.traffic import Kind, MicroBatch, Phase
@@ -20,7 +19,6 @@ from rotorch.drop_in.plain_loops import check_plain_loop
 from rotorch.models import describe as describing
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
-from rotorch.models.shared_sequence import SharedSequence
 from rotorch.models.trial.shared_sequence import try_shared
 from rotorch.strategies import batch_ranks, context_ranks, format_parallel, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic
@@ -333,64 +331,6 @@ def test_documents_of_a_row_stay_apart(model, layout):
         for name, parameter in reference.named_parameters():
             scale = max(float(parameter.grad.abs().max()), 1e-6)
             assert float((gradients[name] - parameter.grad).abs().max()) <= BAR * scale, name
-
-
-def with_a_checkpoint_of_its_own(config):
-    model = rotorch.parallelize(module_of(config), "pp=2,tsp=2", device="cpu")
-    model.module.activation_checkpointing_enable({"use_reentrant": False})
-    ids = torch.arange(16).view(1, -1)
-    model.forward_backward([{"input_ids": ids, "labels": ids}] * 2)
-
-
-def test_a_checkpoint_that_would_see_another_micro_batch_is_refused():
-    module = module_of(tiny_config("llama"))
-    module.activation_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(ConfigError, match=r"see another sequence\. Call activation_checkpointing_disable"):
-        rotorch.parallelize(module, "pp=2,tsp=2", device="cpu")
-    with pytest.raises(RankFailure, match=r"after other micro-batches have passed\. Call activation_checkpointing"):
-        run_ranks(with_a_checkpoint_of_its_own, tiny_config("llama"), num_ranks=4)
-
-
-class Counting(TorchDispatchMode):
-    """Counts fused attentions, and masks."""
-
-    def __init__(self):
-        super().__init__()
-        self.fused, self.masked = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is CPU_ATTENTION.default:
-            self.fused += 1
-            self.masked += (kwargs or {}).get("attn_mask") is not None
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize(
-    ("model", "added", "masked"),
-    [
-        ("llama", {}, False),
-        ("llama", {"attention_mask": torch.ones(2, 64, dtype=torch.long)}, False),
-        ("llama", {"attention_mask": torch.ones(2, 64, dtype=torch.long).tril()}, True),
-        ("llama", {"position_ids": torch.arange(64).expand(2, -1) % 40}, True),  # documents
-        ("mistral", {}, True),
-        ("mistral_64", {}, False),  # its window is as long as the sequence
-    ],
-)
-def test_attentions_need_masks_only_where_tokens_do_not_see_all_before_them(model, added, masked):
-    """One rank as two, whose exchange gives it zeros for the other one's keys."""
-    batch = {"input_ids": torch.arange(128).view(2, -1) % 96, **added}
-    kind, _, window = model.partition("_")
-    module = causal_lm(config_of(kind, **TINY, **{"sliding_window": int(window)} if window else MODELS[kind]))
-
-    def exchange(x, moves, *, into=None):
-        return x.new_zeros(*x.shape[:2], moves.num_made[1], x.shape[3])
-
-    sequence = SharedSequence(module, rank=0, num_ranks=2, exchange=exchange)
-    with sequence.attention(), torch.no_grad(), Counting() as counted:
-        module(**sequence.take(batch), use_cache=False)
-    layers = SIZES["num_hidden_layers"]
-    assert counted.fused > 3 * layers if masked else counted.fused == 3 * layers  # of two chunks, one is the first
-    assert counted.masked == (counted.fused if masked else 0)
 
 
 @pytest.mark.parametrize(

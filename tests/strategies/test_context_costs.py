@@ -11,6 +11,7 @@ from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.core.zigzag import KeyExchange, zigzag
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
+from rotorch.models.shared_sequence import SharedSequence
 from rotorch.strategies import parse_parallel
 from rotorch.testing.batches import global_batch
 from rotorch.testing.fake import as_rank
@@ -154,6 +155,36 @@ def test_a_rank_keeps_as_much_of_four_times_as_many_tokens_but_for_their_keys():
     by_heads = run_ranks(kept_by, "llama", "tsp=4[exchange=heads]", 4 * num_tokens, num_ranks=4)
     assert max(by_heads) <= 1.08 * max(alone) + outputs
     assert max(by_heads) == min(by_heads)  # no rank keeps more than another
+
+
+def bytes_of_keys(num_tokens):
+    """Of all layers together: each time an attention's keys are there again, and at the end; and those of one."""
+    with rotorch.on_meta():
+        module = causal_lm(tiny_config("llama", use_cache=False)).train()
+    parallel = rotorch.parallelize(module, "tsp=2[recompute=slice]", device="cpu").materialize(seed=0)
+    ids, fetched, found = torch.arange(num_tokens).view(1, -1) % 96, [], []
+
+    def note(*_):
+        found.append(sum(each.untyped_storage().nbytes() for each in fetched))
+
+    fetch_again = SharedSequence._fetch_again
+
+    def watched(self, keys, *, output, **more):
+        fetched.append(keys)
+        fetch_again(self, keys, output=output, **more)
+        output.register_hook(note)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedSequence, "_fetch_again", watched)
+        parallel.forward_backward({"input_ids": ids, "labels": ids})
+    note()
+    parallel.close()
+    return found, max(each.nbytes for each in fetched)
+
+
+def test_keys_of_one_layer_exist_at_a_time():
+    for found, of_layer in run_ranks(bytes_of_keys, 64, num_ranks=2):
+        assert max(found) == of_layer and found[-1] == 0
 
 
 def test_keys_that_are_fetched_again_are_not_kept():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from rotorch.models.attention_interface import attending_by, attention_configs, attention_names
+from rotorch.models.attention_interface import as_computed, attending_by, attention_configs, attention_names
 from rotorch.planner.shared_tokens import TracedAttention
 
 _NAME = "rotorch_traced_attention"
@@ -35,6 +35,7 @@ def attentions_alone(module: nn.Module, *, found: Callable[[TracedAttention], No
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
+        query, key, value = (as_computed(x) for x in (query, key, value))
         of_keys = key.shape[1] * (key.shape[3] + value.shape[3]) * key.element_size()
         is_fused = own.get(id(getattr(module, "config", None))) == "sdpa"
         found(
@@ -45,6 +46,7 @@ def attentions_alone(module: nn.Module, *, found: Callable[[TracedAttention], No
                 window=options.get("sliding_window"),
                 heads=query.shape[1],
                 key_heads=key.shape[1],
+                is_square=query.shape[3] == value.shape[3],
             )
         )
         output: Tensor = _Attended.apply(query, key, value)

@@ -20,8 +20,20 @@ from torch.nn.attention.bias import causal_lower_right
 from rotorch._torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 
 
+def can_fuse(query: Tensor, value: Tensor) -> bool:
+    """True if a fused kernel takes such tensors `[rows, heads, tokens, features]`: else torch makes all scores."""
+    if query.shape[3] != value.shape[3]:
+        return False
+    # On a GPU only flash attention takes grouped heads; it is for half precision.
+    in_half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cpu" or (in_half and query.shape[3] <= _MOST_FEATURES_OF_FLASH)
+
+
+_MOST_FEATURES_OF_FLASH = 256
+
+
 def attend_last(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-    """Outputs `[rows, heads, queries, features]` of the last tokens' queries.
+    """Outputs `[rows, heads, queries, features]` of the last tokens' queries, if `can_fuse`.
 
     Args:
         query: `[rows, heads, queries, features]`.
@@ -32,7 +44,8 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, *, scale: float | Non
     if query.device.type != "cpu":
         bias = causal_lower_right(query.shape[2], key.shape[2])
         return F.scaled_dot_product_attention(query, key, value, bias, scale=scale, enable_gqa=True)
-    output: Tensor = _InTwoParts.apply(query, key, value, scale)
+    # The operation reads features that lie side by side, and does not look.
+    output: Tensor = _InTwoParts.apply(*(x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value)), scale)
     return output
 
 
@@ -72,10 +85,10 @@ class _InTwoParts(Function):
 
 
 def _own(*tensors: Tensor, before: int) -> tuple[Tensor, ...]:
-    """Of the tokens behind the first ones."""
+    """Keys and values of the queries' own tokens, which are the last."""
     return tuple(x.narrow(2, before, x.shape[2] - before) for x in tensors)
 
 
 def _before(*tensors: Tensor, before: int) -> tuple[Tensor, ...]:
-    """Of the first tokens."""
+    """Keys and values of the tokens before these."""
     return tuple(x.narrow(2, 0, before) for x in tensors)

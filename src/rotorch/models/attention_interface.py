@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def attention_configs(module: nn.Module) -> list[Any]:
@@ -27,6 +28,13 @@ def attention_configs(module: nn.Module) -> list[Any]:
 def attention_names(configs: Sequence[Any]) -> dict[int, Any]:
     """The attention that each configuration names, by its identity."""
     return {id(config): config._attn_implementation for config in configs}
+
+
+def as_computed(x: Tensor) -> Tensor:
+    """Queries, keys or values in the dtype in which autocast, if it is on, has attentions computed."""
+    on = x.device.type
+    converts = torch.is_autocast_enabled(on) and x.dtype != torch.float64  # which autocast leaves alone
+    return x.to(torch.get_autocast_dtype(on)) if converts else x
 
 
 @contextmanager

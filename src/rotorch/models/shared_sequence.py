@@ -51,8 +51,8 @@ from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range
 from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, zigzag
-from rotorch.models.attend_last import attend_last
-from rotorch.models.attention_interface import attending_by, attention_configs, attention_names
+from rotorch.models.attend_last import attend_last, can_fuse
+from rotorch.models.attention_interface import as_computed, attending_by, attention_configs, attention_names
 from rotorch.models.losses import Batch
 
 
@@ -153,7 +153,7 @@ class SharedSequence:
         first = next(batch[name] for name in _TEXT if name in batch)
         num_tokens, mask = first.shape[1], batch.get("attention_mask")
         chunks = zigzag(num_tokens, num_ranks=self._num_ranks)[self.rank]
-        is_token = None if mask is None or _known_to_be_all(mask) else mask.bool()
+        is_token = None if mask is None else mask.bool()
         self._sequence = _Sequence(num_tokens, chunks, is_token, _documents(batch.get("position_ids")))
         self.attended, self.exchanged = [], []
         whole = {name: tensor for name, tensor in batch.items() if name not in ("attention_mask", "labels")}
@@ -233,7 +233,7 @@ class SharedSequence:
                 "micro-batches have passed. Call activation_checkpointing_disable(), and write recompute=block for "
                 "fsdp, or recompute=slice for rtp"
             )
-        query, key, value = (_as_computed(x) for x in (query, key, value))
+        query, key, value = (as_computed(x) for x in (query, key, value))
         heads, key_heads = query.shape[1], key.shape[1]
         note = KeysAndValues(
             width=key_heads * (key.shape[3] + value.shape[3]),
@@ -248,14 +248,14 @@ class SharedSequence:
         attend = self._attention_of(module, dropout=dropout, scaling=scaling, window=sliding_window, options=options)
         if sliding_window is not None and sliding_window >= sequence.num_tokens:
             sliding_window = None
-        sees_all = sliding_window is None and sequence.is_plain and not dropout and query.shape[3] == value.shape[3]
         repeats = takes_any_group(self._own_name(module))
+        fuses = repeats and sliding_window is None and sequence.is_plain and not dropout and can_fuse(query, value)
         of_blocks = _Blocks(
             attend,
             sequence,
             sliding_window,
             has_dropout=dropout > 0,
-            fused=partial(attend_last, scale=scaling) if sees_all and self._own_name(module) == "sdpa" else None,
+            fused=partial(attend_last, scale=scaling) if fuses else None,
         )
         if not self._by_heads:
             part = KeyExchange(sequence.num_tokens, self._num_ranks, self.rank, sliding_window)
@@ -264,7 +264,8 @@ class SharedSequence:
             fetched = self._exchange(own, moves)
             keys, values = fetched.split([key.shape[3], value.shape[3]], dim=-1)
             output = of_blocks.attend(query, keys, values, chunks=sequence.chunks, place_of=part.offset)
-            if self._fetches_again and own.requires_grad:
+            # In backward a checkpoint of the model's own runs this again, and reads what it has fetched at once.
+            if self._fetches_again and own.requires_grad and not in_backward():
                 self._fetch_again(fetched, own=own, moves=moves, output=output)
             return output, None
         num_sets = replace(note, repeats=repeats).num_sets(self._num_ranks)
@@ -278,18 +279,26 @@ class SharedSequence:
         return outputs.unflatten(3, (-1, features)).transpose(1, 2).flatten(2, 3), None
 
     def _fetch_again(self, fetched: Tensor, *, own: Tensor, moves: Redistribution, output: Tensor) -> None:
-        """Frees the memory of keys and values until backward comes to the attention's output, and behind it."""
-        memory = fetched.untyped_storage()
-        size, now = memory.nbytes(), own.detach()
+        """Frees the memory of keys and values from here to the attention's backward, and behind that.
+
+        Args:
+            fetched: keys and values that the attention was computed with.
+            own: those of this rank's tokens, of which `fetched` was made.
+            moves: which made it.
+            output: of the attention.
+        """
+        storage = fetched.untyped_storage()
+        num_bytes, sent = storage.nbytes(), own.detach()
 
         def fill(_: Tensor) -> None:
-            memory.resize_(size)
-            self._exchange(now, moves, into=fetched.data)  # `data`: the values are the same, so no new version of them
+            # All ranks of the sequence are at this attention's backward, and exchange once more.
+            storage.resize_(num_bytes)
+            self._exchange(sent, moves, into=fetched.data)  # `data`: equal values are no new version for autograd
 
         def free(_: Tensor) -> None:
-            memory.resize_(0)
+            storage.resize_(0)  # the gradient of `own` is there, so nothing reads `fetched` any more
 
-        memory.resize_(0)
+        storage.resize_(0)
         output.register_hook(fill)
         own.register_hook(free)
 
@@ -417,6 +426,18 @@ def check_batch(batch: Batch, *, num_ranks: int) -> None:
         )
 
 
+def simplified(batch: Batch) -> Batch:
+    """A batch without entries that say nothing: a mask of ones, positions that number the tokens of every row.
+
+    Without them attentions need no masks. The device that the batch lies on is asked, so call it before a batch moves.
+    """
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    needless = {"attention_mask"} if mask is not None and bool(mask.all()) else set()
+    if positions is not None and bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all()):
+        needless.add("position_ids")
+    return {name: tensor for name, tensor in batch.items() if name not in needless}
+
+
 def takes_any_group(attention: str | None) -> bool:
     """True if an attention of this name takes any number of query heads per head of keys; the model's own may not."""
     return attention == "sdpa"
@@ -430,18 +451,6 @@ def refuse_attentions(module: nn.Module) -> None:
             raise ConfigError(
                 f"context: attn_implementation={name!r} takes no masks made from positions. Write 'sdpa' or 'eager'"
             )
-
-
-def _known_to_be_all(mask: Tensor) -> bool:
-    """True if a mask is known to leave nothing out: a GPU would have to be asked, and waited for."""
-    return mask.device.type == "cpu" and bool(mask.all())
-
-
-def _as_computed(x: Tensor) -> Tensor:
-    """A tensor in the dtype in which autocast, if it is on, has attentions computed."""
-    on = x.device.type
-    converts = torch.is_autocast_enabled(on) and x.dtype != torch.float64  # which autocast leaves alone
-    return x.to(torch.get_autocast_dtype(on)) if converts else x
 
 
 def _chunks_of(tensor: Tensor, chunks: Sequence[Range]) -> Tensor:

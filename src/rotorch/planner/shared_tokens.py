@@ -38,6 +38,7 @@ class TracedAttention:
         window: tokens that a token attends to; None: all before it.
         heads: of queries.
         key_heads: of keys and values.
+        is_square: values have as many features as queries.
     """
 
     query_bytes: float
@@ -46,6 +47,7 @@ class TracedAttention:
     window: int | None = None
     heads: int = 1
     key_heads: int = 1
+    is_square: bool = True
 
     @property
     def sum_bytes(self) -> float:
@@ -57,16 +59,20 @@ class TracedAttention:
         """Bytes of keys and values with as many heads as queries have; 0 if they have as many."""
         return self.key_bytes * self.heads / self.key_heads if self.heads > self.key_heads else 0.0
 
-    @property
-    def is_fused(self) -> bool:
-        """True if one kernel takes all queries of a chunk (see [Note: blocks of queries])."""
-        return self.window is None and not self.score_bytes
+    def is_fused(self, num_tokens: int) -> bool:
+        """True if one kernel takes all queries of a sequence's chunk (see [Note: blocks of queries])."""
+        return sees_all(self.window, num_tokens=num_tokens) and self.is_square and not self.score_bytes
 
     def dealt(self, num_ranks: int) -> tuple[float, float, float]:
         """A rank's share of the heads where these are exchanged, and bytes of its queries and keys, per token."""
         sets = num_head_sets(heads=self.heads, key_heads=self.key_heads, num_ranks=num_ranks, repeats=True)
         share = most_of(sets, num_ranks)
         return share, share * self.query_bytes, share * self.key_bytes * sets / self.key_heads
+
+
+def sees_all(window: int | None, *, num_tokens: int) -> bool:
+    """True if a token sees all before it."""
+    return window is None or window >= num_tokens
 
 
 def most_of(sets: int, num_ranks: int) -> float:
@@ -143,11 +149,11 @@ def kept_bytes(
     own = own_tokens(batch, num_ranks=num_ranks).num_tokens
     if by_heads:
         share, queries, keys = attention.dealt(num_ranks)
-        outputs = queries + share * attention.sum_bytes if attention.is_fused else 0.0
+        outputs = queries + share * attention.sum_bytes if attention.is_fused(batch.num_tokens) else 0.0
         return batch.num_rows * (batch.num_tokens * (queries + keys + outputs) - own * attention.query_bytes)
     needed = own if fetched_again else most_keys(batch.num_tokens, num_ranks, attention.window)
     # Outputs of chunks, beside all of them together.
-    outputs = attention.query_bytes + attention.sum_bytes if attention.is_fused else 0.0
+    outputs = attention.query_bytes + attention.sum_bytes if attention.is_fused(batch.num_tokens) else 0.0
     return batch.num_rows * (needed * attention.key_bytes + own * outputs)
 
 
@@ -182,14 +188,14 @@ def backward_bytes(
     if by_heads:
         share, of_queries, of_keys = attention.dealt(num_ranks)
         gradients = rows * batch.num_tokens * (of_queries + 2 * (of_queries + of_keys))
-        if attention.is_fused:
+        if attention.is_fused(batch.num_tokens):
             return gradients
         scores = _SCORES_AT_ONCE * rows * attention.score_bytes * share
         return gradients + rows * seen * heads * share + queries * seen * (1.0 + batch.itemsize + scores)
     own, needed = own_tokens(batch, num_ranks=num_ranks).num_tokens, most_keys(batch.num_tokens, num_ranks, window)
     sums = own * attention.query_bytes + needed * attention.key_bytes
     sums += needed * attention.key_bytes if fetched_again else 0.0
-    if attention.is_fused:
+    if attention.is_fused(batch.num_tokens):
         return rows * (sums + _GRADIENTS_OF_KEYS * needed * attention.key_bytes)
     scores = _SCORES_AT_ONCE * rows * attention.score_bytes
     mask = 1.0 + batch.itemsize
@@ -250,7 +256,8 @@ def attention_passes(
         width, exchanged = width * dealt, exchanged * dealt * sets / key_heads
     else:
         share /= num_ranks
-    if window is None and (note is None or note.repeats):
+    is_square = note is None or (note.repeats and note.query_width == note.output_width)
+    if is_square and sees_all(window, num_tokens=batch.num_tokens):
         pairs = share * batch.num_tokens**2 / 2
         moved = rows * batch.num_tokens * (2.0 * share * width + exchanged) * size
         sides = 2.0 / batch.num_tokens + 1.0 / 128
