@@ -209,6 +209,24 @@ def long_sequences(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped([origin_of(record)])]
 
 
+def experts(read: Callable[[str], Record]) -> list[str]:
+    """docs/long_context.md: layouts of a mixture of experts on two ranks, of the records of `experts.toml`."""
+    records = {tokens: read(f"experts/mixtral-h256-2ranks-{tokens}tokens.json") for tokens in (64, 512)}
+    lines = table_head("layout", *(f"{n} tokens: {what}" for n in records for what in ("of the limit", "peak", "sent")))
+    rows = zip(*(record["rows"] for record in records.values()), strict=True)
+    for of_layout in rows:
+        cells = [
+            cell
+            for row in of_layout
+            for cell in (
+                two_digits(row["ratio_to_limit"]),
+                *map(mebibytes, (row["peak_bytes_per_rank"], row["sent_bytes_per_rank"])),
+            )
+        ]
+        lines.append(f"| `{of_layout[0]['parallel']}` | {' | '.join(cells)} |")
+    return [*lines, "", *wrapped([origin_of(record, f"The part with {tokens} tokens") for tokens, record in records.items()])]
+
+
 def rtp_capacity(read: Callable[[str], Record]) -> list[str]:
     """docs/papers.md: the largest model within a rank's memory, by ranks."""
     lines = table_head("ranks", "layers", "parameters", "peak", "with one layer more", "times one process")
@@ -313,6 +331,7 @@ PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]]
     "rtp ratios": (Path("docs") / "papers.md", rtp_ratios),
     "rtp shares": (Path("docs") / "papers.md", rtp_shares),
     "long sequences": (Path("docs") / "long_context.md", long_sequences),
+    "experts": (Path("docs") / "long_context.md", experts),
     "rtp capacity": (Path("docs") / "papers.md", rtp_capacity),
     "rtp building": (Path("docs") / "papers.md", rtp_building),
     "zeropp bubbles": (Path("docs") / "papers.md", zeropp_bubbles),
