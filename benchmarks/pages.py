@@ -212,7 +212,9 @@ def long_sequences(read: Callable[[str], Record]) -> list[str]:
 def experts(read: Callable[[str], Record]) -> list[str]:
     """docs/long_context.md: layouts of a mixture of experts on two ranks, of the records of `experts.toml`."""
     records = {tokens: read(f"experts/mixtral-h256-2ranks-{tokens}tokens.json") for tokens in (64, 512)}
-    lines = table_head("layout", *(f"{n} tokens: {what}" for n in records for what in ("of the limit", "peak", "sent")))
+    lines = table_head(
+        "layout", *(f"{n} tokens: {what}" for n in records for what in ("of the limit", "peak", "on the wire"))
+    )
     rows = zip(*(record["rows"] for record in records.values()), strict=True)
     for of_layout in rows:
         cells = [
@@ -220,11 +222,16 @@ def experts(read: Callable[[str], Record]) -> list[str]:
             for row in of_layout
             for cell in (
                 two_digits(row["ratio_to_limit"]),
-                *map(mebibytes, (row["peak_bytes_per_rank"], row["sent_bytes_per_rank"])),
+                mebibytes(row["peak_bytes_per_rank"]),
+                mebibytes(row["wire_bytes_all_ranks"] / len(row["sent_bytes_by_rank"])),
             )
         ]
         lines.append(f"| `{of_layout[0]['parallel']}` | {' | '.join(cells)} |")
-    return [*lines, "", *wrapped([origin_of(record, f"The part with {tokens} tokens") for tokens, record in records.items()])]
+    return [
+        *lines,
+        "",
+        *wrapped([origin_of(record, f"The part with {tokens} tokens") for tokens, record in records.items()]),
+    ]
 
 
 def rtp_capacity(read: Callable[[str], Record]) -> list[str]:
