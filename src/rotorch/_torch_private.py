@@ -45,7 +45,8 @@ CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Attention on CPU, whose products are inside of one operation; its backward takes the output's gradient first.
 
-Reason: who counts products below autograd (`bench/device_clock.py`) sees these only.
+Reason: who counts products below autograd (`bench/device_clock.py`) sees these only; and attention in two parts
+(`models/attend_last.py`) needs the sums of exponentials, which the public function keeps to itself.
 """
 
 GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
