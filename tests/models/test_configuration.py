@@ -56,6 +56,51 @@ def test_what_cannot_be_is_said_in_one_line(changes, words):
 
 
 @pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size = 0. Write 1 or more"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 9, "num_experts": 8},
+            "num_experts_per_tok = 9 of num_local_experts = 8. Write",
+        ),
+        ("mixtral", {"num_local_experts": 0}, "num_experts_per_tok = 2 of num_local_experts = 0. Write as many"),
+        ("mixtral", {"num_local_experts": -8}, "of num_local_experts = -8"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok = 0. Write 1 or more"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window = 0. Write 1 or more, or leave it out"),
+        ("mistral", {"sliding_window": -3}, "sliding_window = -3. Write 1 or more"),
+        ("gpt2", {"n_inner": 0}, "n_inner = 0. Write 1 or more"),
+        ("llama", {"rope_theta": 0}, "rope_theta = 0. Write a positive number"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": -5.0}},
+            "rope_theta = -5.0. Write a positive",
+        ),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0. Write a positive number, or leave"),
+        ("glm", {"partial_rotary_factor": 3.0}, "partial_rotary_factor = 3.0: not a share of a head"),
+    ],
+    ids=str,
+)
+def test_sizes_and_numbers_of_other_kinds(kind, changes, words):
+    """Some ended in a traceback or in the first step, and windows below 1 trained on without a word."""
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({"model_type": kind, **changes}, source="model.config", is_own=True)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}),
+        ("qwen2_moe", {"sliding_window": 0}),  # which it has unless use_sliding_window is true
+        ("gemma4_text", {}),  # whose layers differ in their heads
+    ],
+)
+def test_what_a_kind_leaves_out_is_no_mistake(kind, changes):
+    config_from_dict({"model_type": kind, **changes}, source="config.json")
+
+
+@pytest.mark.parametrize(
     "changes", [{"rope_theta": 5e5}, {"_name_or_path": "x", "torch_dtype": "float16"}, {"rope_scaling": None}], ids=str
 )
 def test_older_spellings_and_notes_are_keys_too(changes):

@@ -248,7 +248,7 @@ def verify(
     parallel: Parallel,
     nproc: Nproc = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of weights and data")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of weights and data")] = 0,
     layers: Annotated[int | None, typer.Option(help="Compare only the model's first layers")] = None,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches per step: a pipeline's schedule needs them")] = 2,
     json_file: Json = None,

@@ -42,6 +42,9 @@ _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "max_position_embeddings"),
 )
+_SIZES_OF_SOME = ("moe_intermediate_size", "n_inner", "ffn_dim", "d_ff")
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _MOST_LAYERS = 4096
 _MOST_ELEMENTS = 1 << 48  # of one weight: more than all memory of any machine
 
@@ -106,12 +109,18 @@ def check_sizes(values: Mapping[str, Any], *, aliases: Mapping[str, str], source
     Raises:
         ConfigError: names the key and its value.
     """
-    sizes = {*_SIZES, *(alias for name, alias in aliases.items() if name in _SIZES)}
+    sizes = {*_SIZES, *_SIZES_OF_SOME, *(alias for name, alias in aliases.items() if name in _SIZES)}
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if key in sizes and value < 1:
             raise ConfigError(f"model: {source}: {key} = {value}. Write 1 or more")
+        if key == "rope_theta" and value <= 0:
+            raise ConfigError(f"model: {source}: {key} = {value}. Write a positive number, e.g. 10000")
+        if key in _SOFT_CAPS and value <= 0:
+            raise ConfigError(f"model: {source}: {key} = {value}. Write a positive number, or leave it out")
+        if key == "partial_rotary_factor" and not 0 < value <= 1:
+            raise ConfigError(f"model: {source}: {key} = {value}: not a share of a head. Write more than 0, at most 1")
         if key.endswith(("dropout", "pdrop")) and not 0 <= value < 1:
             raise ConfigError(f"model: {source}: {key} = {value}: not a fraction. Write 0 or more, below 1")
         if key.endswith(("_eps", "_epsilon")) and not 0 < value < 1:
@@ -125,8 +134,16 @@ def check_values(config: Any, *, source: str) -> None:
         ConfigError: names the key and its value.
     """
     for each in _language_configs(config):
-        sizes = {name: value for name in _SIZES if isinstance(value := getattr(each, name, None), int)}
+        sizes = {name: value for name in _SIZES if isinstance(value := _field(each, name), int)}
         check_sizes(sizes, aliases={}, source=source)
+        _check_experts(each, source=source)
+        rope = _field(each, "rope_parameters")
+        for table in (rope, *rope.values()) if isinstance(rope, dict) else ():  # one for all layers, or by their type
+            if isinstance(table, dict) and "rope_theta" in table:
+                check_sizes({"rope_theta": table["rope_theta"]}, aliases={}, source=source)
+        window = _field(each, "sliding_window")
+        if isinstance(window, int) and window < 1 and getattr(each, "use_sliding_window", True):
+            raise ConfigError(f"model: {source}: sliding_window = {window}. Write 1 or more, or leave it out")
         layers, width, heads = (sizes.get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         if layers is not None and layers > _MOST_LAYERS:
             raise ConfigError(
@@ -148,6 +165,22 @@ def check_values(config: Any, *, source: str) -> None:
             )
 
 
+def _check_experts(config: Any, *, source: str) -> None:
+    """A token goes to no more experts than there are; a model may have none, and send none."""
+    found = {name: value for name in _EXPERTS if isinstance(value := _field(config, name), int)}
+    top = _field(config, "num_experts_per_tok")
+    if not found or not isinstance(top, int):
+        return
+    name, experts = next(iter(found.items()))
+    if experts < 0 or top < 0 or top > experts:
+        raise ConfigError(
+            f"model: {source}: {_called(config, 'num_experts_per_tok')} = {top} of {_called(config, name)} = "
+            f"{experts}. Write as many experts as a token goes to, or more"
+        )
+    if experts and not top:
+        raise ConfigError(f"model: {source}: {_called(config, 'num_experts_per_tok')} = 0. Write 1 or more")
+
+
 def _check_rotary(config: Any, *, sizes: Mapping[str, int], source: str) -> None:
     """Rotary positions turn pairs of features, so a head has an even number of them."""
     rope = getattr(config, "rope_parameters", None)
@@ -162,6 +195,14 @@ def _check_rotary(config: Any, *, sizes: Mapping[str, int], source: str) -> None
             f"model: {source}: heads of {features} features, of which rotary positions turn {turned}: an odd number. "
             f"Write {_called(config, 'head_dim')} (or {_called(config, 'hidden_size')}) so that it is even"
         )
+
+
+def _field(config: Any, name: str) -> Any:
+    """A field's value; None if the class does not have it, or layers differ in it."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # so transformers answers where layers differ
+        return None
 
 
 def _language_configs(config: Any) -> Iterator[Any]:
