@@ -58,6 +58,11 @@ def seen_by(queries: Range, *, window: int | None) -> Range:
     return Range(first, queries.stop - first)
 
 
+def sees_all(window: int | None, *, num_tokens: int) -> bool:
+    """True if each token of a sequence attends to all before it."""
+    return window is None or window >= num_tokens
+
+
 @dataclass(frozen=True)
 class KeyExchange:
     """One rank's part in the exchange of keys and values: every rank gets the ones its own tokens attend to.

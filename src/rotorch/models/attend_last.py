@@ -54,10 +54,10 @@ class _InTwoParts(Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        before = key.shape[2] - query.shape[2]
-        output, log_sum = CPU_ATTENTION(query, *_own(key, value, before=before), 0.0, True, scale=scale)
+        before, own = _parts(query, key, value)
+        output, log_sum = CPU_ATTENTION(query, *own, 0.0, True, scale=scale)
         if before:
-            other, log_sum_of_other = CPU_ATTENTION(query, *_before(key, value, before=before), scale=scale)
+            other, log_sum_of_other = CPU_ATTENTION(query, *before, scale=scale)
             log_sum_of_own, log_sum = log_sum, torch.logaddexp(log_sum, log_sum_of_other)
             weights = ((part - log_sum).exp().unsqueeze(-1) for part in (log_sum_of_own, log_sum_of_other))
             output = sum(part * weight for part, weight in zip((output, other), weights, strict=True)).to(query.dtype)
@@ -69,7 +69,7 @@ class _InTwoParts(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, output, log_sum = ctx.saved_tensors
-        before = key.shape[2] - query.shape[2]
+        before, own = _parts(query, key, value)
 
         def of_part(keys: Tensor, values: Tensor, *, causal: bool) -> tuple[Tensor, ...]:
             found: tuple[Tensor, ...] = CPU_ATTENTION_BACKWARD(
@@ -77,18 +77,17 @@ class _InTwoParts(Function):
             )
             return found
 
-        own = of_part(*_own(key, value, before=before), causal=True)
+        of_own = of_part(*own, causal=True)
         if not before:
-            return *own, None
-        others = of_part(*_before(key, value, before=before), causal=False)
-        return others[0].add_(own[0]), *(torch.cat(both, dim=2) for both in zip(others[1:], own[1:], strict=True)), None
+            return *of_own, None
+        found = of_part(*before, causal=False)
+        of_keys = (torch.cat(both, dim=2) for both in zip(found[1:], of_own[1:], strict=True))
+        return found[0].add_(of_own[0]), *of_keys, None
 
 
-def _own(*tensors: Tensor, before: int) -> tuple[Tensor, ...]:
-    """Keys and values of the queries' own tokens, which are the last."""
-    return tuple(x.narrow(2, before, x.shape[2] - before) for x in tensors)
-
-
-def _before(*tensors: Tensor, before: int) -> tuple[Tensor, ...]:
-    """Keys and values of the tokens before these."""
-    return tuple(x.narrow(2, 0, before) for x in tensors)
+def _parts(query: Tensor, *keys: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Keys and values of the tokens before the queries' own, if there are any, and of these."""
+    num_own = query.shape[2]
+    num_before = keys[0].shape[2] - num_own
+    before = tuple(x.narrow(2, 0, num_before) for x in keys) if num_before else ()
+    return before, tuple(x.narrow(2, num_before, num_own) for x in keys)

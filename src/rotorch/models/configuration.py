@@ -134,14 +134,14 @@ def check_values(config: Any, *, source: str) -> None:
         ConfigError: names the key and its value.
     """
     for each in _language_configs(config):
-        sizes = {name: value for name in _SIZES if isinstance(value := _field(each, name), int)}
+        sizes = {name: value for name in _SIZES if isinstance(value := of_every_layer(each, name), int)}
         check_sizes(sizes, aliases={}, source=source)
         _check_experts(each, source=source)
-        rope = _field(each, "rope_parameters")
+        rope = of_every_layer(each, "rope_parameters")
         for table in (rope, *rope.values()) if isinstance(rope, dict) else ():  # one for all layers, or by their type
             if isinstance(table, dict) and "rope_theta" in table:
                 check_sizes({"rope_theta": table["rope_theta"]}, aliases={}, source=source)
-        window = _field(each, "sliding_window")
+        window = of_every_layer(each, "sliding_window")
         if isinstance(window, int) and window < 1 and getattr(each, "use_sliding_window", True):
             raise ConfigError(f"model: {source}: sliding_window = {window}. Write 1 or more, or leave it out")
         layers, width, heads = (sizes.get(name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
@@ -167,8 +167,8 @@ def check_values(config: Any, *, source: str) -> None:
 
 def _check_experts(config: Any, *, source: str) -> None:
     """A token goes to no more experts than there are; a model may have none, and send none."""
-    found = {name: value for name in _EXPERTS if isinstance(value := _field(config, name), int)}
-    top = _field(config, "num_experts_per_tok")
+    found = {name: value for name in _EXPERTS if isinstance(value := of_every_layer(config, name), int)}
+    top = of_every_layer(config, "num_experts_per_tok")
     if not found or not isinstance(top, int):
         return
     name, experts = next(iter(found.items()))
@@ -197,8 +197,8 @@ def _check_rotary(config: Any, *, sizes: Mapping[str, int], source: str) -> None
         )
 
 
-def _field(config: Any, name: str) -> Any:
-    """A field's value; None if the class does not have it, or layers differ in it."""
+def of_every_layer(config: Any, name: str) -> Any:
+    """A field of a configuration; None if it has no such field, or one for each layer."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # so transformers answers where layers differ

@@ -50,7 +50,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range
-from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, zigzag
+from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, sees_all, zigzag
 from rotorch.models.attend_last import attend_last, can_fuse
 from rotorch.models.attention_interface import as_computed, attending_by, attention_configs, attention_names
 from rotorch.models.losses import Batch
@@ -246,7 +246,7 @@ class SharedSequence:
         self.attended.append(module)
         self.exchanged.append(note)
         attend = self._attention_of(module, dropout=dropout, scaling=scaling, window=sliding_window, options=options)
-        if sliding_window is not None and sliding_window >= sequence.num_tokens:
+        if sees_all(sliding_window, num_tokens=sequence.num_tokens):
             sliding_window = None
         repeats = takes_any_group(self._own_name(module))
         fuses = repeats and sliding_window is None and sequence.is_plain and not dropout and can_fuse(query, value)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import NO_ORDER, LayerOrder
+from rotorch.models.configuration import of_every_layer
 
 _OF_ALL_LAYERS = {"output_hidden_states": "hidden states", "output_attentions": "attention weights"}
 """What a model can be asked for that no single stage has."""
@@ -78,27 +79,19 @@ def layer_order(module: nn.Module) -> LayerOrder:
 
 def width_of(config: Any) -> int:
     """Features of hidden states between layers, by a text model's configuration; 0 if it does not say."""
-    return int(_of_every_layer(config, "hidden_size") or 0)
+    return int(of_every_layer(config, "hidden_size") or 0)
 
 
 def experts_per_token(config: Any) -> int:
     """Number of experts that a token goes to, by a text model's configuration; 0 if it does not say."""
-    return next((int(k) for name in _EXPERTS if isinstance(k := _of_every_layer(config, name), int)), 0)
+    return next((int(k) for name in _EXPERTS if isinstance(k := of_every_layer(config, name), int)), 0)
 
 
 def _attention_width(config: Any) -> int:
-    heads = _of_every_layer(config, "num_attention_heads")
+    heads = of_every_layer(config, "num_attention_heads")
     if not isinstance(heads, int):
         return 0  # of each layer its own
-    return int(heads * (_of_every_layer(config, "head_dim") or (_of_every_layer(config, "hidden_size") or 0) // heads))
-
-
-def _of_every_layer(config: Any, name: str) -> Any:
-    """A field of a configuration; None if it has no such field, or one for each layer."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # so transformers answers where layers differ
-        return None
+    return int(heads * (of_every_layer(config, "head_dim") or (of_every_layer(config, "hidden_size") or 0) // heads))
 
 
 class _SkippedLayer(nn.Module):

@@ -22,7 +22,7 @@ from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range, Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Transfer
-from rotorch.core.zigzag import KeyExchange, block_size, blocks_of, num_head_sets, seen_by, zigzag
+from rotorch.core.zigzag import KeyExchange, block_size, blocks_of, num_head_sets, seen_by, sees_all, zigzag
 from rotorch.planner.speeds import Row, Work
 from rotorch.planner.workload import FoldedModel, LayerClass, Passes
 
@@ -68,11 +68,6 @@ class TracedAttention:
         sets = num_head_sets(heads=self.heads, key_heads=self.key_heads, num_ranks=num_ranks, repeats=True)
         share = most_of(sets, num_ranks)
         return share, share * self.query_bytes, share * self.key_bytes * sets / self.key_heads
-
-
-def sees_all(window: int | None, *, num_tokens: int) -> bool:
-    """True if a token sees all before it."""
-    return window is None or window >= num_tokens
 
 
 def most_of(sets: int, num_ranks: int) -> float:
@@ -249,15 +244,13 @@ def attention_passes(
     width, size, rows = float(model.attention_width), batch.itemsize, batch.num_rows
     note = next((note for unit in layer.units if (note := unit.note(KeysAndValues)) is not None), None)
     exchanged, window = (float(note.width), note.window) if note is not None else (2 * width, None)
-    share = 1.0  # of the queries that a rank attends with
+    share = 1.0 if by_heads else 1.0 / num_ranks  # of the queries that a rank attends with
     if by_heads:
         sets, key_heads = (num_ranks,) * 2 if note is None else (note.num_sets(num_ranks), note.key_heads)
         dealt = most_of(sets, num_ranks)
         width, exchanged = width * dealt, exchanged * dealt * sets / key_heads
-    else:
-        share /= num_ranks
-    is_square = note is None or (note.repeats and note.query_width == note.output_width)
-    if is_square and sees_all(window, num_tokens=batch.num_tokens):
+    has_kernel = note is None or (note.repeats and note.query_width == note.output_width)
+    if has_kernel and sees_all(window, num_tokens=batch.num_tokens):
         pairs = share * batch.num_tokens**2 / 2
         moved = rows * batch.num_tokens * (2.0 * share * width + exchanged) * size
         sides = 2.0 / batch.num_tokens + 1.0 / 128

@@ -32,6 +32,7 @@ from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.zigzag import zigzag
+from rotorch.models.configuration import of_every_layer
 from rotorch.models.losses import Batch, CausalLMLoss, LossFn, count_targets, loss_of
 from rotorch.models.moved_parts import moved
 from rotorch.models.shared_sequence import SharedSequence, takes_any_group
@@ -221,10 +222,7 @@ def _keys_and_values(config: Any, attention: nn.Module) -> KeysAndValues:
     text = config.get_text_config()
 
     def field(name: str) -> int:
-        try:
-            value = getattr(text, name, None)
-        except RuntimeError:  # so transformers answers where layers differ
-            return 0
+        value = of_every_layer(text, name)
         return value if isinstance(value, int) else 0
 
     heads = field("num_attention_heads")
