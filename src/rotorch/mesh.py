@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
@@ -19,6 +21,9 @@ from rotorch.strategies import context_ranks, format_parallel, num_ranks
 
 _LEAVES_WITHIN_S = 30.0
 """Seconds that a rank which differs from others waits for all of them to read the verdict."""
+
+_NAME_S = 10.0
+"""Seconds in which the name of rank 0's host must get an address."""
 
 
 def device_type(name: str = "auto") -> str:
@@ -62,9 +67,11 @@ def find_store(*, timeout_s: float) -> dist.Store:
     Without torchrun's own store rank 0 serves one, at MASTER_ADDR and MASTER_PORT, as long as it is referred to.
 
     Raises:
+        ConfigError: the host that serves it has no address.
         RankFailure: a rank of torchrun's did not come.
         RuntimeError: nobody serves the store, or this process cannot.
     """
+    _check_name(os.environ["MASTER_ADDR"])
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -79,6 +86,27 @@ def find_store(*, timeout_s: float) -> dist.Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+
+
+def _check_name(host: str) -> None:
+    """Raises `ConfigError` for a host that nobody knows, where torch would ask for it until its timeout.
+
+    Asks for a few seconds: a host that has just been started may still get its name.
+    """
+    until = time.monotonic() + _NAME_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except (socket.gaierror, UnicodeError) as error:
+            if time.monotonic() < until:
+                time.sleep(0.2)
+                continue
+            why = error.strerror if isinstance(error, socket.gaierror) else error
+            raise ConfigError(
+                f"MASTER_ADDR={host!r} has no address on this host: {why}. Write the name or address of rank 0's "
+                "host, as other hosts know it"
+            ) from None
+        return
 
 
 def join_process_group(*, device: torch.device, timeout_s: float = 600.0, store: dist.Store | None = None) -> None:

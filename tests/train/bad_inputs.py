@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import failures
+import numpy as np
+from safetensors.numpy import save_file
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "bad_inputs.md"
 
@@ -108,6 +110,36 @@ def encoded(encoding: str) -> Callable[[Path], object]:
         file.write_bytes(file.read_text().encode(encoding))
 
     return spoil
+
+
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""What a launcher tells the first of two ranks."""
+
+
+def told(shown: str, words: str) -> Case:
+    """A case that is one variable of such a rank: `NAME=value`, or `no NAME`."""
+    name, has_value, value = shown.removeprefix("no ").partition("=")
+    environment = {**PLACE, name: value} if has_value else {key: PLACE[key] for key in PLACE if key != name}
+    return Case("Ranks that something else starts", shown, ("train", "RUN"), words, environment=environment)
+
+
+def int32_weight(directory: Path) -> None:
+    """A published model in `weights`, whose first norm is of whole numbers."""
+    (directory / "weights").mkdir()
+    (directory / "weights" / "config.json").write_text(json.dumps(LLAMA))
+    sizes = {
+        "model.embed_tokens": (257, 16),
+        "lm_head": (257, 16),
+        "model.norm": (16,),
+        **{f"model.layers.0.{name}_layernorm": (16,) for name in ("input", "post_attention")},
+        **{f"model.layers.0.self_attn.{name}_proj": (16, 16) for name in "qo"},
+        **{f"model.layers.0.self_attn.{name}_proj": (8, 16) for name in "kv"},
+        **{f"model.layers.0.mlp.{name}_proj": (32, 16) for name in ("gate", "up")},
+        "model.layers.0.mlp.down_proj": (16, 32),
+    }
+    values = {f"{name}.weight": np.ones(size, np.float32) for name, size in sizes.items()}
+    values["model.norm.weight"] = values["model.norm.weight"].astype(np.int32)
+    save_file(values, directory / "weights" / "model.safetensors", metadata={"format": "pt"})
 
 
 def both(*spoils: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -339,6 +371,10 @@ CASES = [
             "model.init=text.txt": "no directory",
         },
     ),
+    Case(
+        "The model's configuration", "model.init=weights, with a norm of int32", ("train", "RUN", "model.init=weights"),
+        "of a dtype that is not converted: model.norm.weight", int32_weight,
+    ),
     *(
         Case("A configuration's file", shown, ("train", "RUN", f"model.config={name}"), words, spoil)
         for shown, name, words, spoil in [
@@ -412,6 +448,30 @@ CASES = [
             "--json nowhere/summary.json": "its directory is missing",
             "--json .": "its directory is missing, or it is one",
         },
+    ),
+    *(
+        told(shown, words)
+        for shown, words in {
+            "RANK=zero": "write this rank's number among WORLD_SIZE=2, a number from 0 to 1",
+            "RANK=5": "write this rank's number among WORLD_SIZE=2, a number from 0 to 1",
+            "RANK=-1": "RANK='-1': write",
+            "RANK=": "RANK='': write",
+            "RANK=\u0663": "RANK='\u0663': write",
+            "no RANK": "WORLD_SIZE='2' is set, and RANK is not",
+            "WORLD_SIZE=0": "write how many ranks there are",
+            "WORLD_SIZE=two": "write how many ranks there are",
+            f"WORLD_SIZE={'9' * 30}": "write how many ranks there are",
+            "no WORLD_SIZE": "RANK='0' is set, and WORLD_SIZE is not",
+            "LOCAL_RANK=first": "write this rank's number on its host",
+            "LOCAL_RANK=2": "write this rank's number on its host, a number from 0 to 1",
+            "LOCAL_WORLD_SIZE=3": "write how many ranks this host has",
+            "no MASTER_ADDR": "RANK is set, and MASTER_ADDR is not",
+            "MASTER_ADDR=": "RANK is set, and MASTER_ADDR is not",
+            "no MASTER_PORT": "RANK is set, and MASTER_PORT is not",
+            "MASTER_PORT=abc": "write a free port of rank 0's host, a number from 1 to 65535",
+            "MASTER_PORT=0": "MASTER_PORT='0': write",
+            "MASTER_PORT=70000": "MASTER_PORT='70000': write",
+        }.items()
     ),
     *overrides(
         "Text and tokenizer",

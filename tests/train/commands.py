@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -106,6 +107,7 @@ class Command:
             for number, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            logging.getLogger().handlers.clear()  # pytest's: with them no warning would be printed
             faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for its ranks, too
             code = 70
             try:

@@ -26,6 +26,10 @@ SECTIONS = {
     "Ranks have different texts": "Under one name, as on two hosts of which one has an older copy.",
     "Ranks have different libraries": "Numbers depend on these.",
     "One rank refuses to start": "The others hear of it through the store and end with exit code 2, too.",
+    "The host of rank 0 has no address": "MASTER_ADDR names a host that this one does not know. Asked for "
+    "during 10 s: a host that has just been started may still get its name. Exit code 2.",
+    "Shared memory is full": "Or small, as a container's is by default. Ranks of one host exchange messages then.",
+    "Shared memory is full, and was asked for": "By `transport=shared_memory`. Exit code 2.",
     "A second run in the same directory": "Also with `--resume`, or with the same directory of checkpoints. Exit code "
     "2; the first run's files stay as they are. The lock of a run that was killed blocks nobody.",
     "A run without a checkpoint is resumed": "It begins anew, and the metrics that are there are kept.",

@@ -1,5 +1,6 @@
 """Ranks that are killed, raise, hang or diverge; Ctrl-C; the launcher gone. Real processes throughout."""
 
+import errno
 import os
 import re
 import shutil
@@ -203,6 +204,34 @@ def test_a_rank_that_hangs_is_missed(started, tmp_path):
     assert re.search(r"rank 1 \(process \d+, stopped by a signal\): in step \d+, [a-z ]+, for \d+\.\d s", report)
     assert "most recent call first" in report  # where rank 0 waits
     assert command.left() == []
+
+
+def test_a_run_without_room_in_shared_memory_sends_messages(run_toml, tmp_path, monkeypatch):
+    fill_shared_memory(tmp_path, monkeypatch)
+    command = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2")
+    assert command.code == 0 and len(read_metrics(tmp_path / "run")) == 6
+    (line,) = [line for line in (command.stdout + command.stderr).splitlines() if "free of" in line]
+    seen("Shared memory is full", line, instead=ROOM)
+
+
+def test_a_run_that_must_have_shared_memory_is_refused_without_room(run_toml, tmp_path, monkeypatch):
+    fill_shared_memory(tmp_path, monkeypatch)
+    command = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2[transport=shared_memory]")
+    assert command.code == 2 and "Traceback" not in command.stderr
+    seen("Shared memory is full, and was asked for", command.stderr, instead=ROOM)
+
+
+def fill_shared_memory(directory, monkeypatch):
+    """As with a /dev/shm of 16 KiB."""
+
+    def without_room(file, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", without_room)
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(directory))
+
+
+ROOM = {r"into \S+ \(.*? free of .*?\)": "into /dev/shm (16.0 KiB free of 16.0 KiB)"}
 
 
 def test_divergence_names_the_step(run_toml, tmp_path, monkeypatch):

@@ -7,19 +7,16 @@ import socket
 
 import pytest
 import torch.distributed as dist
+from bad_inputs import PLACE
 from commands import Command, write_run
 from failures import seen
 
-from rotorch import cli
+from rotorch import mesh
 from rotorch.comm.agreement import describe_differences
-from rotorch.core.errors import ConfigError
 from rotorch.run_config import _known_keys, load_run_config
 from rotorch.train.launch import joining
 from rotorch.train.launch.joining import PER_HOST, flat, job_rank, rank_settings, versions
 from rotorch.train.metrics import read_metrics
-
-PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
 
 DIGESTS = {
     r'"\d+-[0-9a-f]+" on rank 0': '"65921-4f2c90d1" on rank 0',
@@ -208,40 +205,6 @@ def test_tables_of_tables_become_one():
 # ---------------------------------------------------------------- the environment
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("RANK", "zero", "RANK='zero': write this rank's number among WORLD_SIZE=2, a number from 0 to 1"),
-        ("RANK", "5", "RANK='5': write this rank's number among WORLD_SIZE=2, a number from 0 to 1"),
-        ("RANK", "-1", "RANK='-1'"),
-        ("RANK", "", "RANK=''"),
-        ("RANK", "٣", "RANK="),
-        ("RANK", None, "WORLD_SIZE='2' is set, and RANK is not"),
-        ("WORLD_SIZE", "0", "WORLD_SIZE='0': write how many ranks there are"),
-        ("WORLD_SIZE", "two", "WORLD_SIZE='two'"),
-        ("WORLD_SIZE", "9" * 30, "WORLD_SIZE="),
-        ("WORLD_SIZE", None, "RANK='0' is set, and WORLD_SIZE is not"),
-        ("LOCAL_RANK", "first", "LOCAL_RANK='first'"),
-        ("LOCAL_RANK", "2", "LOCAL_RANK='2': write this rank's number on its host, a number from 0 to 1"),
-        ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE='3': write how many ranks this host has"),
-        ("MASTER_ADDR", None, "RANK is set, and MASTER_ADDR is not"),
-        ("MASTER_ADDR", "", "RANK is set, and MASTER_ADDR is not"),
-        ("MASTER_PORT", None, "RANK is set, and MASTER_PORT is not"),
-        ("MASTER_PORT", "abc", "MASTER_PORT='abc': write a free port of rank 0's host, a number from 1 to 65535"),
-        ("MASTER_PORT", "0", "MASTER_PORT='0'"),
-        ("MASTER_PORT", "70000", "MASTER_PORT='70000'"),
-    ],
-)
-def test_an_environment_that_cannot_be_right_is_one_line(monkeypatch, capsys, tmp_path, name, value, words):
-    for key, text in {**PLACE, name: value}.items():
-        monkeypatch.delenv(key, raising=False) if text is None else monkeypatch.setenv(key, text)
-    with pytest.raises(ConfigError) as error:
-        job_rank()
-    assert str(error.value).startswith(words)
-    assert cli.run(["train", str(write_run(tmp_path))]) == 2
-    assert capsys.readouterr().err == f"rotorch: {error.value}\n"
-
-
 def test_a_process_that_is_no_rank_has_no_place(monkeypatch):
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
@@ -266,3 +229,28 @@ def test_ranks_that_an_operator_starts_find_each_other_where_rank_0_is(ranks, tm
     for command in ranks([], ["optimizer.lr=4e-3"], environment=by_hand):
         assert command.code == 2 and "optimizer.lr is 0.005 on rank 0 and 0.004 on rank 1" in said(command)
     assert [command.code for command in ranks(environment=by_hand)] == [0, 0]
+
+
+@pytest.mark.parametrize("host", ["\u00fc" * 64, "node-8.invalid"], ids=["no name", "unknown"])
+def test_ranks_that_are_sent_to_a_host_without_an_address_say_so_soon(ranks, tmp_path, monkeypatch, host):
+    monkeypatch.setattr("rotorch.mesh._NAME_S", 0.5)
+    for rank, command in enumerate(ranks(environment={"MASTER_ADDR": host})):
+        assert command.code == 2
+        mine = f"rank {rank} on {socket.gethostname()}: MASTER_ADDR={host!r} has no address on this host: "
+        assert said(command).startswith(mine)
+    if host == "node-8.invalid":
+        why = {r"(?<=host: ).*(?=\. Write)": "Name or service not known"}
+        seen("The host of rank 0 has no address", command.stderr, instead=HOST | why)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_host_may_still_get_its_name(monkeypatch):
+    answers = iter([socket.gaierror(socket.EAI_NONAME, "Name or service not known"), None])
+
+    def ask(name, port):
+        if (answer := next(answers)) is not None:
+            raise answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    mesh._check_name("node-0")
+    assert next(answers, "asked twice") == "asked twice"

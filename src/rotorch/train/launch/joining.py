@@ -54,6 +54,7 @@ class JobRank:
         self.num_ranks = num_ranks
         self.store: dist.Store | None = None
         self._agreement: Agreement | None = None
+        self._is_lost = False
         self._has_told = False
         self._has_agreed = False
 
@@ -65,7 +66,7 @@ class JobRank:
 
         Raises:
             RankFailure: nobody serves it within `timeout_s`.
-            ConfigError: this process cannot serve it, or is not the only one of its number.
+            ConfigError: its host has no address, this process cannot serve it, or is not the only one of its number.
         """
         if self._agreement is not None:
             return
@@ -79,6 +80,7 @@ class JobRank:
             self.store = default_store()
         else:
             where = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+            self._is_lost = True  # until the store is found: whoever did not find it need not look for it again
             try:
                 self.store = find_store(timeout_s=timeout_s)
             except RankFailure:
@@ -91,6 +93,7 @@ class JobRank:
                         "the address of rank 0's host, and a free port"
                     ) from None
                 raise RankFailure(f"{self} did not find rank 0 at {where} within {timeout_s:.0f} s: {why}") from None
+        self._is_lost = False
         agreement = Agreement(dist.PrefixStore("agreement", self.store), rank=self.rank, num_ranks=self.num_ranks)
         self._agreement = agreement
         agreement.enter()
@@ -115,7 +118,7 @@ class JobRank:
 
         After a disagreement, which all know of, it only stays. Once the ranks have agreed nobody listens here any more.
         """
-        if self.num_ranks == 1 or self._has_agreed:
+        if self.num_ranks == 1 or self._has_agreed or self._is_lost:
             return
         try:
             self.join(timeout_s=_TELL_S)
