@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from shapes import attending, transformer
 
-from rotorch.core.shared_context import KeysAndValues
+from rotorch.core.shared_context import KeysAndValues, SequenceRanks
 from rotorch.core.traffic import MicroBatch
 from rotorch.core.zigzag import KeyExchange, block_size, blocks_of, zigzag
 from rotorch.planner.cluster import load_cluster
@@ -23,6 +23,10 @@ from rotorch.planner.speeds import speeds_of
 from rotorch.planner.step_time import Planned, step_time
 from rotorch.planner.workload import Numerics, fold
 from rotorch.strategies import parse_parallel
+
+BY_KEYS = SequenceRanks(4)
+AGAIN = SequenceRanks(4, fetches_again=True)
+BY_HEADS = SequenceRanks(4, by_heads=True)
 
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(1024, 8), (1000, 3), (7, 2)])
@@ -56,17 +60,19 @@ def test_keys_that_are_kept_are_those_that_the_exchange_brings(window):
     # Where a kernel takes chunks at once, also the outputs of each, as wide as queries, and sums of scores.
     outputs = 251 * (64 + 4) if window is None else 0
     batch = MicroBatch(3, 1001)
-    assert kept_bytes(attention, batch=batch, num_ranks=4) == 3 * (needed * 16 + outputs)
-    assert kept_bytes(attention, batch=batch, num_ranks=4, fetched_again=True) == 3 * (251 * 16 + outputs)
-    more = backward_bytes(attention, batch=batch, num_ranks=4, fetched_again=True)
-    assert more == backward_bytes(attention, batch=batch, num_ranks=4) + 3 * needed * 16
+    assert kept_bytes(attention, batch=batch, shared_by=BY_KEYS) == 3 * (needed * 16 + outputs)
+    assert kept_bytes(attention, batch=batch, shared_by=AGAIN) == 3 * (251 * 16 + outputs)
+    more = backward_bytes(attention, batch=batch, shared_by=AGAIN)
+    assert more == backward_bytes(attention, batch=batch, shared_by=BY_KEYS) + 3 * needed * 16
     assert needed == 1001 if window is None else needed <= 1001 // 4 + 1 + 2 * 99
 
 
 def test_heads_that_share_keys_are_repeated_in_a_block_of_backward():
     batch, alone = MicroBatch(1, 8192), TracedAttention(query_bytes=512.0, key_bytes=128.0, window=8191)
     grouped = replace(alone, heads=8)
-    more = backward_bytes(grouped, batch=batch, num_ranks=4) - backward_bytes(alone, batch=batch, num_ranks=4)
+    more = backward_bytes(grouped, batch=batch, shared_by=BY_KEYS) - backward_bytes(
+        alone, batch=batch, shared_by=BY_KEYS
+    )
     assert more == 8192 * (2 * 1024 - 128)
 
 
@@ -76,15 +82,15 @@ def test_heads_that_are_exchanged_are_kept_by_one_rank():
     attention = TracedAttention(query_bytes=64.0, key_bytes=32.0, heads=8, key_heads=4)
     queries, keys, sums = 1001 * 64 / 4, 1001 * 32 / 4, 1001 * 4 * 8 / 4
     dealt = 3 * (2 * queries + keys + sums - 251 * 64)  # outputs are as wide as queries
-    assert kept_bytes(attention, batch=batch, num_ranks=4, by_heads=True) == dealt
+    assert kept_bytes(attention, batch=batch, shared_by=BY_HEADS) == dealt
     windows = replace(attention, window=100)  # block by block, each computed again
-    assert kept_bytes(windows, batch=batch, num_ranks=4, by_heads=True) == 3 * (queries + keys - 251 * 64)
+    assert kept_bytes(windows, batch=batch, shared_by=BY_HEADS) == 3 * (queries + keys - 251 * 64)
     few = replace(attention, key_heads=2)  # two ranks have the same keys
-    assert kept_bytes(few, batch=batch, num_ranks=4, by_heads=True) == dealt + 3 * keys
+    assert kept_bytes(few, batch=batch, shared_by=BY_HEADS) == dealt + 3 * keys
     wide = replace(attention, is_square=False)  # no fused kernel takes values of another width
-    assert kept_bytes(wide, batch=batch, num_ranks=4, by_heads=True) == 3 * (queries + keys - 251 * 64)
+    assert kept_bytes(wide, batch=batch, shared_by=BY_HEADS) == 3 * (queries + keys - 251 * 64)
     all_tokens = replace(attention, window=1001)
-    assert kept_bytes(all_tokens, batch=batch, num_ranks=4, by_heads=True) == dealt
+    assert kept_bytes(all_tokens, batch=batch, shared_by=BY_HEADS) == dealt
     uneven = replace(attention, key_heads=5, heads=5)  # two of five heads
     assert uneven.dealt(4) == (0.4, 0.4 * 64, 0.4 * 32)
 
@@ -92,7 +98,9 @@ def test_heads_that_are_exchanged_are_kept_by_one_rank():
 @pytest.mark.parametrize("by_heads", [False, True])
 def test_an_attention_to_all_tokens_is_computed_once(by_heads):
     model = fold(attending(transformer(layers=1)))
-    passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), num_ranks=4, by_heads=by_heads)
+    passes = attention_passes(
+        model, model.classes[0], batch=MicroBatch(1, 4096), shared_by=replace(BY_KEYS, by_heads=by_heads)
+    )
     assert passes.backward_input.flops == pytest.approx(2.5 * passes.forward.flops)
     assert passes.forward.flops == 4 * 4096**2 / 2 / 4 * model.attention_width
 
@@ -100,19 +108,19 @@ def test_an_attention_to_all_tokens_is_computed_once(by_heads):
 def test_all_ranks_wait_for_the_one_that_sends_or_gets_most():
     spec, (ring,) = attending(transformer(layers=1)), parse_parallel("rtp=4[context=4]")
     unit = next(unit for unit in spec.units if unit.note(KeysAndValues) is not None)
-    forward, backward = slowest_exchange(unit, strategy=ring, batch=MicroBatch(2, 64), num_ranks=4)
+    forward, backward = slowest_exchange(unit, strategy=ring, batch=MicroBatch(2, 64))
     width = unit.note(KeysAndValues).width
     assert forward.sent_bytes == backward.sent_bytes == 2 * (64 - 64 // 4) * width * 4
     (by_heads,) = parse_parallel("rtp=4[context=4,exchange=heads]")
     expected = by_heads.activation_transfers(unit, batch=MicroBatch(2, 64), position=1)  # equal parts: as every rank
-    assert slowest_exchange(unit, strategy=by_heads, batch=MicroBatch(2, 64), num_ranks=4) == expected
+    assert slowest_exchange(unit, strategy=by_heads, batch=MicroBatch(2, 64)) == expected
     assert len({transfer.sent_bytes for transfer in expected}) == 2  # sets, and outputs
-    assert not slowest_exchange(unit, strategy=parse_parallel("rtp=4")[0], batch=MicroBatch(2, 64), num_ranks=1)
+    assert not slowest_exchange(unit, strategy=parse_parallel("rtp=4")[0], batch=MicroBatch(2, 64))
 
 
 def test_attention_in_blocks_is_computed_once_more_in_backward():
     model = fold(attending(transformer(layers=1), window=100))
-    passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), num_ranks=4)
+    passes = attention_passes(model, model.classes[0], batch=MicroBatch(1, 4096), shared_by=BY_KEYS)
     assert passes.backward_input.flops == pytest.approx(3.5 * passes.forward.flops)
     assert passes.forward.flops == 4 * blocks_of_rank(4096, 4, 100).pairs * model.attention_width
 

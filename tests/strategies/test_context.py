@@ -11,7 +11,7 @@ from small_configs import SIZES, config_of
 
 import rotorch
 from rotorch.core.errors import ConfigError
-from rotorch.core.shared_context import KeysAndValues, key_value_transfers
+from rotorch.core.shared_context import KeysAndValues, SequenceRanks, key_value_transfers
 from rotorch.core.spec import Combine, Unit, UnitKind
 from rotorch.core.traffic import Kind, MicroBatch, Phase
 from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, zigzag
@@ -176,7 +176,7 @@ def test_keys_go_out_in_forward_and_gradients_come_back():
     part = KeyExchange(24, 3, 1)
     for num_forwards in (1, 2):
         found = key_value_transfers(
-            unit, batch=MicroBatch(2, 24), num_ranks=3, axis="rtp", position=4, num_forwards=num_forwards
+            unit, batch=MicroBatch(2, 24), shared_by=SequenceRanks(3), axis="rtp", position=4, num_forwards=num_forwards
         )
         assert [t.sent_bytes for t in found] == [
             96 * tokens for tokens in (*[part.num_sent] * num_forwards, part.num_received)

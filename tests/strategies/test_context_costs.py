@@ -52,7 +52,7 @@ def test_bytes_of_keys_and_values_are_the_formulas_to_the_byte(tiny, layout, num
         sent, said = sent_and_said(module, layout, batch=batch)
     assert sent == said
     size, of_keys = 2 * 4 * config.num_hidden_layers, 2 * config.num_key_value_heads * config.head_dim  # rows, bytes
-    forwards = 2 if "block" in layout or strategy.fetches_keys_again else 1
+    forwards = 2 if "block" in layout or strategy.sequence_ranks.fetches_again else 1
     if strategy.exchange == "gather":
         part = KeyExchange(num_tokens, strategy.context, 1)
         expected = size * of_keys * (forwards * part.num_sent + part.num_received)

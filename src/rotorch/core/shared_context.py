@@ -15,6 +15,21 @@ from rotorch.core.zigzag import HeadExchange, KeyExchange, num_head_sets
 
 
 @dataclass(frozen=True)
+class SequenceRanks:
+    """Ranks that share a sequence, and what they exchange in its attentions.
+
+    Attributes:
+        num_ranks: of one sequence.
+        by_heads: they exchange heads, not keys and values.
+        fetches_again: keys and values are not kept for backward, but exchanged once more.
+    """
+
+    num_ranks: int = 1
+    by_heads: bool = False
+    fetches_again: bool = False
+
+
+@dataclass(frozen=True)
 class KeysAndValues:
     """Note of the first unit of an attention.
 
@@ -45,24 +60,22 @@ def key_value_transfers(
     unit: Unit,
     *,
     batch: MicroBatch,
-    num_ranks: int,
+    shared_by: SequenceRanks,
     axis: str,
     position: int,
     num_forwards: int = 1,
-    by_heads: bool = False,
 ) -> tuple[Transfer, ...]:
     """Transfers of one micro-batch for the attention that begins with `unit`; none for other units.
 
     Args:
         unit: of a model's description for ranks that share sequences.
         batch: the micro-batch; its tokens are those of the whole sequence.
-        num_ranks: of those that share it.
+        shared_by: the ranks that share it.
         axis: of the mesh.
         position: of the rank on it.
         num_forwards: 2 if backward runs the attention's forward again.
-        by_heads: heads are exchanged, not keys and values.
     """
-    note = unit.note(KeysAndValues)
+    note, num_ranks = unit.note(KeysAndValues), shared_by.num_ranks
     if note is None or num_ranks == 1:
         return ()
     rank, size = position % num_ranks, batch.num_rows * batch.itemsize
@@ -70,7 +83,7 @@ def key_value_transfers(
     def sent(numbers: int, phase: Phase) -> Transfer:
         return Transfer(Kind.SEND, axis, phase, numbers * size, numbers * size, num_ranks - 1)
 
-    if not by_heads:
+    if not shared_by.by_heads:
         keys = KeyExchange(batch.num_tokens, num_ranks, rank, note.window)
         forward, backward = [keys.num_sent * note.width], [keys.num_received * note.width]
     else:

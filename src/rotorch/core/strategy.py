@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout, combine_layouts
+from rotorch.core.shared_context import SequenceRanks
 from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.core.traffic import MicroBatch, Transfer
 
@@ -82,14 +83,9 @@ class Strategy(BaseModel, ABC):
         return {}
 
     @property
-    def exchanges_heads(self) -> bool:
-        """True if these neighbours exchange heads of attentions, not keys and values: if `exchange` is "heads"."""
-        return bool(getattr(self, "exchange", "gather") == "heads")
-
-    @property
-    def fetches_keys_again(self) -> bool:
-        """True if these neighbours' keys and values are not kept for backward, but exchanged once more."""
-        return False
+    def sequence_ranks(self) -> SequenceRanks:
+        """What these neighbours exchange."""
+        return SequenceRanks()
 
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:

@@ -14,6 +14,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.models.shared_sequence import SharedSequence
 from rotorch.ops.redistribute import redistribute
 from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.strategies import sequence_ranks
 
 
 def share_sequences(
@@ -33,18 +34,18 @@ def share_sequences(
         before_waiting: called before this rank waits for others (see `redistribute`).
         device: of this rank.
     """
-    sharing = next((strategy for strategy in strategies if strategy.context_axes), None)
-    if sharing is None:
+    shared_by = sequence_ranks(strategies)
+    if shared_by.num_ranks == 1:
         return None
-    ((axis, num_ranks),) = sharing.context_axes.items()
+    ((axis, num_ranks),) = (item for strategy in strategies for item in strategy.context_axes.items())
     axis_group = AxisGroup.of_neighbours(mesh, axis, num_ranks, device=device)
     return SharedSequence(
         module,
         rank=axis_group.position,
         num_ranks=num_ranks,
         exchange=partial(redistribute, axis_group=axis_group, before_waiting=before_waiting),
-        by_heads=sharing.exchanges_heads,
-        fetches_again=sharing.fetches_keys_again,
+        by_heads=shared_by.by_heads,
+        fetches_again=shared_by.fetches_again,
         all_equal=axis_group.all_equal,
         interleaved=any(isinstance(strategy, StageStrategy) for strategy in strategies),
     )

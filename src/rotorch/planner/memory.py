@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy, sharing, with_visits
@@ -35,7 +34,7 @@ from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict_part
 from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
 from rotorch.planner.workload import FoldedModel
-from rotorch.strategies import context_ranks, exchanges_heads, fetches_keys_again
+from rotorch.strategies import sequence_ranks
 from rotorch.strategies.fsdp.plan import FSDP
 from rotorch.strategies.single.plan import Single
 
@@ -336,14 +335,10 @@ def memory_of(
     """
     spec = held.spec if held is not None else None
     slots = strategies[-1].layout_of(spec, batch=batch).slots_bytes if spec is not None else 0
-    sharing_ranks, again = context_ranks(strategies), fetches_keys_again(strategies)
-    own = own_tokens(batch, num_ranks=sharing_ranks)
-    shared: dict[str, Any] = {"by_heads": exchanges_heads(strategies), "fetched_again": again}
+    shared_by = sequence_ranks(strategies)
+    own = own_tokens(batch, num_ranks=shared_by.num_ranks)
     keys, attending = (
-        tuple(
-            [of(each, batch=batch, num_ranks=sharing_ranks, **shared) for each in layer.attentions]
-            for layer in traced.layers
-        )
+        tuple([of(each, batch=batch, shared_by=shared_by) for each in layer.attentions] for layer in traced.layers)
         for of in (kept_bytes, backward_bytes)
     )
     passes = _Passes(

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from rotorch.core.shared_context import KeysAndValues
+from rotorch.core.shared_context import KeysAndValues, SequenceRanks
 from rotorch.core.spec import Range, Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Transfer
@@ -128,25 +128,22 @@ def kept_bytes(
     attention: TracedAttention,
     *,
     batch: MicroBatch,
-    num_ranks: int,
-    by_heads: bool = False,
-    fetched_again: bool = False,
+    shared_by: SequenceRanks,
 ) -> float:
     """Bytes that an attention keeps for backward beside its own tokens' queries.
 
     Args:
         attention: as it was traced.
         batch: the micro-batch; its tokens are those of the whole sequence.
-        num_ranks: of those that share it.
-        by_heads: they exchange heads, not keys and values.
-        fetched_again: of keys and values, a rank keeps its own.
+        shared_by: the ranks that share it.
     """
+    num_ranks = shared_by.num_ranks
     own = own_tokens(batch, num_ranks=num_ranks).num_tokens
-    if by_heads:
+    if shared_by.by_heads:
         share, queries, keys = attention.dealt(num_ranks)
         outputs = queries + share * attention.sum_bytes if attention.is_fused(batch.num_tokens) else 0.0
         return batch.num_rows * (batch.num_tokens * (queries + keys + outputs) - own * attention.query_bytes)
-    needed = own if fetched_again else most_keys(batch.num_tokens, num_ranks, attention.window)
+    needed = own if shared_by.fetches_again else most_keys(batch.num_tokens, num_ranks, attention.window)
     # Outputs of chunks, beside all of them together.
     outputs = attention.query_bytes + attention.sum_bytes if attention.is_fused(batch.num_tokens) else 0.0
     return batch.num_rows * (needed * attention.key_bytes + own * outputs)
@@ -160,9 +157,7 @@ def backward_bytes(
     attention: TracedAttention,
     *,
     batch: MicroBatch,
-    num_ranks: int,
-    by_heads: bool = False,
-    fetched_again: bool = False,
+    shared_by: SequenceRanks,
 ) -> float:
     """Bytes beside the kept ones while an attention's longest block of queries is in backward.
 
@@ -173,14 +168,13 @@ def backward_bytes(
     Args:
         attention: as it was traced.
         batch: the micro-batch; its tokens are those of the whole sequence.
-        num_ranks: of those that share it.
-        by_heads: they exchange heads, not keys and values.
-        fetched_again: others' keys and values are fetched again.
+        shared_by: the ranks that share it.
     """
+    num_ranks = shared_by.num_ranks
     rows, queries, window = batch.num_rows, block_size(batch.num_tokens), attention.window
     seen = batch.num_tokens if window is None else min(batch.num_tokens, window + queries - 1)
     heads = 2.0 * attention.head_bytes if attention.head_bytes else attention.key_bytes
-    if by_heads:
+    if shared_by.by_heads:
         share, of_queries, of_keys = attention.dealt(num_ranks)
         gradients = rows * batch.num_tokens * (of_queries + 2 * (of_queries + of_keys))
         if attention.is_fused(batch.num_tokens):
@@ -189,7 +183,7 @@ def backward_bytes(
         return gradients + rows * seen * heads * share + queries * seen * (1.0 + batch.itemsize + scores)
     own, needed = own_tokens(batch, num_ranks=num_ranks).num_tokens, most_keys(batch.num_tokens, num_ranks, window)
     sums = own * attention.query_bytes + needed * attention.key_bytes
-    sums += needed * attention.key_bytes if fetched_again else 0.0
+    sums += needed * attention.key_bytes if shared_by.fetches_again else 0.0
     if attention.is_fused(batch.num_tokens):
         return rows * (sums + _GRADIENTS_OF_KEYS * needed * attention.key_bytes)
     scores = _SCORES_AT_ONCE * rows * attention.score_bytes
@@ -206,7 +200,7 @@ _GRADIENTS_OF_KEYS = 1
 # ---------------------------------------------------------------- traffic
 
 
-def slowest_exchange(unit: Unit, *, strategy: Strategy, batch: MicroBatch, num_ranks: int) -> tuple[Transfer, ...]:
+def slowest_exchange(unit: Unit, *, strategy: Strategy, batch: MicroBatch) -> tuple[Transfer, ...]:
     """Messages of the attention that begins with a unit, as long as the busiest rank has them.
 
     A link carries both directions at once. Of keys, a rank gets back in backward what it sends in forward; heads and
@@ -216,31 +210,29 @@ def slowest_exchange(unit: Unit, *, strategy: Strategy, batch: MicroBatch, num_r
         unit: of a model's description for ranks that share sequences.
         strategy: whose ranks share them.
         batch: the micro-batch; its tokens are those of the whole sequence.
-        num_ranks: of those that share one.
     """
+    num_ranks = strategy.sequence_ranks.num_ranks
     if num_ranks == 1 or unit.note(KeysAndValues) is None:
         return ()
     ranks = [strategy.activation_transfers(unit, batch=batch, position=rank) for rank in range(num_ranks)]
     each = [max(transfer.sent_bytes for transfer in same) for same in zip(*ranks, strict=True)]
-    most = each if strategy.exchanges_heads else [max(each)] * len(each)
+    most = each if strategy.sequence_ranks.by_heads else [max(each)] * len(each)
     return tuple(replace(t, payload_bytes=m, sent_bytes=m) for t, m in zip(ranks[0], most, strict=True))
 
 
 # ---------------------------------------------------------------- work
 
 
-def attention_passes(
-    model: FoldedModel, layer: LayerClass, *, batch: MicroBatch, num_ranks: int, by_heads: bool = False
-) -> Passes:
+def attention_passes(model: FoldedModel, layer: LayerClass, *, batch: MicroBatch, shared_by: SequenceRanks) -> Passes:
     """The operators of a layer's attention on the rank that computes most (see [Note: blocks of queries]).
 
     Args:
         model: folded, of a description for ranks that share sequences.
         layer: of it.
         batch: the micro-batch; its tokens are those of the whole sequence.
-        num_ranks: of those that share one.
-        by_heads: they exchange heads, not keys and values.
+        shared_by: the ranks that share one.
     """
+    num_ranks, by_heads = shared_by.num_ranks, shared_by.by_heads
     width, size, rows = float(model.attention_width), batch.itemsize, batch.num_rows
     note = next((note for unit in layer.units if (note := unit.note(KeysAndValues)) is not None), None)
     exchanged, window = (float(note.width), note.window) if note is not None else (2 * width, None)

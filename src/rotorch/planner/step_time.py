@@ -24,6 +24,7 @@ from itertools import accumulate
 from math import prod
 
 from rotorch.core.layout import Layout
+from rotorch.core.shared_context import SequenceRanks
 from rotorch.core.spec import Unit, UnitKind
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
@@ -46,7 +47,7 @@ from rotorch.planner.workload import (
     optimizer_work,
     unit_passes,
 )
-from rotorch.strategies import context_ranks, exchanges_heads
+from rotorch.strategies import sequence_ranks
 from rotorch.strategies.megatron.along_tokens import longest, tokens_cut, without_ends
 
 _MOST_LAYERS = 3
@@ -101,14 +102,14 @@ class Planned:
         return with_visits(self.strategies)
 
     @cached_property
-    def sharing_ranks(self) -> int:
-        """Number of ranks that share a sequence."""
-        return context_ranks(self.strategies)
+    def sequence_ranks(self) -> SequenceRanks:
+        """Ranks that share a sequence."""
+        return sequence_ranks(self.strategies)
 
     @cached_property
     def own(self) -> MicroBatch:
         """The part of a micro-batch that one rank computes."""
-        return own_tokens(self.batch, num_ranks=self.sharing_ranks)
+        return own_tokens(self.batch, num_ranks=self.sequence_ranks.num_ranks)
 
     @cached_property
     def group_of(self) -> dict[str, Group]:
@@ -242,15 +243,14 @@ class _Step:
         """Of stages that are alike: seconds of their sums and of their optimizer."""
 
     def _layer(self, layer: LayerClass) -> list[_UnitTime]:
-        plan, shares = self.plan, self.plan.sharing_ranks > 1
+        plan, shares = self.plan, self.plan.sequence_ranks.num_ranks > 1
         attention = None
         if shares and plan.model.attention_width:
             attention = attention_passes(
                 plan.model,
                 layer,
                 batch=plan.batch,
-                num_ranks=plan.sharing_ranks,
-                by_heads=exchanges_heads(plan.strategies),
+                shared_by=plan.sequence_ranks,
             )
         passes = layer_passes(
             plan.model, layer, batch=plan.own, cutting=self.cutting, numerics=plan.numerics, attention=attention
@@ -315,7 +315,7 @@ class _Step:
         """Adds a unit's transfers to its part (see [Note: where transfers go])."""
         plan = self.plan
         layout = self._layout(unit)
-        exchanged = slowest_exchange(unit, strategy=plan.inner, batch=plan.batch, num_ranks=plan.sharing_ranks)
+        exchanged = slowest_exchange(unit, strategy=plan.inner, batch=plan.batch)
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
         gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
         hosts = list(part.activations_host_s)
@@ -343,7 +343,7 @@ class _Step:
                 case Kind.ALL_REDUCE:
                     total += self._bucketed_s(transfer)
         for transfer in exchanged or moved:
-            seconds = self._s(transfer, among=plan.sharing_ranks if exchanged else 0)
+            seconds = self._s(transfer, among=plan.sequence_ranks.num_ranks if exchanged else 0)
             back = transfer.phase is not Phase.FORWARD
             if transfer.kind in (Kind.BROADCAST, Kind.REDUCE):
                 fetches[back] += seconds

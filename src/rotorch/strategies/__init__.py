@@ -6,7 +6,6 @@ Grammar: `kind=size` joined by commas, outermost (slowest links) first; options 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import chain, combinations, pairwise
@@ -14,6 +13,7 @@ from itertools import chain, combinations, pairwise
 from pydantic import ValidationError
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.shared_context import SequenceRanks
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
@@ -212,19 +212,14 @@ def batch_ranks(strategies: Sequence[Strategy]) -> int:
     return total
 
 
+def sequence_ranks(strategies: Sequence[Strategy]) -> SequenceRanks:
+    """Ranks that share a sequence, each with a part of its tokens; one strategy of a layout at most has some."""
+    return next((strategy.sequence_ranks for strategy in strategies if strategy.context_axes), SequenceRanks())
+
+
 def context_ranks(strategies: Sequence[Strategy]) -> int:
-    """Number of ranks that share a sequence, each with a part of its tokens."""
-    return math.prod(size for strategy in strategies for size in strategy.context_axes.values())
-
-
-def exchanges_heads(strategies: Sequence[Strategy]) -> bool:
-    """Returns True if ranks that share a sequence exchange heads of attentions, not keys and values."""
-    return any(strategy.context_axes and strategy.exchanges_heads for strategy in strategies)
-
-
-def fetches_keys_again(strategies: Sequence[Strategy]) -> bool:
-    """Returns True if ranks that share a sequence exchange its keys and values once more in backward."""
-    return any(strategy.context_axes and strategy.fetches_keys_again for strategy in strategies)
+    """Number of ranks that share a sequence."""
+    return sequence_ranks(strategies).num_ranks
 
 
 def check_compiled(strategies: Sequence[Strategy]) -> None:

@@ -47,7 +47,7 @@ from pydantic import PositiveInt, model_validator
 from rotorch.core.errors import ConfigError
 from rotorch.core.gathered import gathered_layout, slices_layout, with_blocks_noted, with_rows
 from rotorch.core.layout import Layout
-from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
+from rotorch.core.shared_context import SequenceRanks, check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.strategy import OneAxis, Strategy
 from rotorch.core.traffic import MicroBatch, Phase, Transfer
@@ -102,17 +102,20 @@ class FSDP(OneAxis):
     def context_axes(self) -> dict[str, int]:
         return {"fsdp": self.context} if self.context > 1 else {}
 
+    @property
+    def sequence_ranks(self) -> SequenceRanks:
+        return SequenceRanks(self.context, by_heads=self.exchange == "heads")
+
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         forwards = 2 if self.recompute == "block" else 1
         return (
             *key_value_transfers(
                 unit,
                 batch=batch,
-                num_ranks=self.context,
+                shared_by=self.sequence_ranks,
                 axis="fsdp",
                 position=position,
                 num_forwards=forwards,
-                by_heads=self.exchanges_heads,
             ),
             *(
                 token_transfers(

@@ -82,7 +82,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks, sum_slots
 from rotorch.core.row_parts import num_parts, part_bytes, with_row_parts
-from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
+from rotorch.core.shared_context import SequenceRanks, check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import OneAxis, Strategy
@@ -178,18 +178,18 @@ class RTP(OneAxis):
         return {"rtp": self.context} if self.context > 1 else {}
 
     @property
-    def fetches_keys_again(self) -> bool:
-        return self.recompute == "slice" and not self.exchanges_heads
+    def sequence_ranks(self) -> SequenceRanks:
+        by_heads = self.exchange == "heads"
+        return SequenceRanks(self.context, by_heads=by_heads, fetches_again=self.recompute == "slice" and not by_heads)
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         return key_value_transfers(
             unit,
             batch=batch,
-            num_ranks=self.context,
+            shared_by=self.sequence_ranks,
             axis="rtp",
             position=position,
-            num_forwards=2 if self.fetches_keys_again else 1,
-            by_heads=self.exchanges_heads,
+            num_forwards=2 if self.sequence_ranks.fetches_again else 1,
         )
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
