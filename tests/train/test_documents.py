@@ -20,7 +20,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.trial.documents import why_documents_meet
 from rotorch.run_config import BatchSizes, load_run_config
 from rotorch.testing.verify import BAR
-from rotorch.train.checks.preflight import check_same_order, data_position
+from rotorch.train.checks.resuming import check_same_order, data_position
 from rotorch.train.checks.samples import check_data
 from rotorch.train.data.batches import check_source, prepare_corpus, train_and_held_out
 from rotorch.train.data.tokens import ByteTokens

@@ -228,7 +228,7 @@ def built(build: Callable[[], nn.Module], *, config: Any) -> nn.Module:
     except ConfigError:
         raise
     except Exception as error:
-        words = " ".join(str(error).split()) or type(error).__name__
+        words = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         if (asked := re.search(r"DefaultCPUAllocator: .*?tried to allocate (\d+) bytes", words)) is not None:
             words = f"one of its weights would take {format_bytes(int(asked[1]))}, which this machine does not have"
         key = _key_of(error, config=config)

@@ -60,7 +60,8 @@ from rotorch.train.checkpoint.saving import load_newest, package_versions
 from rotorch.train.checks.divergence import read_ahead
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
 from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
-from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data_position
+from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run
+from rotorch.train.checks.resuming import data_position
 from rotorch.train.data.batches import BYTES, all_windows, open_windows, prepare_corpus, prepare_sources
 from rotorch.train.data.mixture import MixedWindows
 from rotorch.train.data.stream import STREAM, MixedStreams, StreamWindows
