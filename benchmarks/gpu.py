@@ -21,7 +21,6 @@ import argparse
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ import gpu_one_rank  # noqa: E402
 import gpu_shared  # noqa: E402
 import gpu_slices  # noqa: E402
 
-from rotorch.bench.record import describe_machine, versions  # noqa: E402
-from rotorch.source import source_commit  # noqa: E402
+from rotorch.bench.record import describe_origin  # noqa: E402
 
 PARTS = {"one_rank": gpu_one_rank.measure, "shared": gpu_shared.measure, "slices": gpu_slices.measure}
 
@@ -56,13 +54,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     found: dict[str, Any] = {
         "device": _device_name(options.device),
-        "machine": describe_machine(),
-        "versions": {**versions(), "cuda": torch.version.cuda},
-        "commit": source_commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        **describe_origin(),
         "parts": {},
     }
+    found["versions"]["cuda"] = torch.version.cuda
     for name in (name for name in PARTS if name in (options.only or PARTS)):  # `slices` last: it touches CUDA here
         print(f"gpu: {name}", flush=True)
         try:

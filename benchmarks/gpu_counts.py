@@ -28,7 +28,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,14 +43,13 @@ sys.path.insert(0, str(HERE))
 from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY, fill_with_noise  # noqa: E402
 
 import rotorch  # noqa: E402
-from rotorch.bench.record import describe_machine, versions  # noqa: E402
+from rotorch.bench.record import describe_origin  # noqa: E402
 from rotorch.comm.ring import RingSetup  # noqa: E402
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing  # noqa: E402
 from rotorch.models.blocks import repeated_blocks  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
 from rotorch.models.losses import causal_lm_loss  # noqa: E402
 from rotorch.ops import running_sum  # noqa: E402
-from rotorch.source import source_commit  # noqa: E402
 from rotorch.strategies.rtp import apply as rtp_apply  # noqa: E402
 from rotorch.strategies.rtp.plan import RTP  # noqa: E402
 from rotorch.testing.fake import as_rank  # noqa: E402
@@ -283,13 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
             "depths": DEPTHS,
             "ranks": NUM_RANKS,
             "tokens": options.tokens,
-            "machine": describe_machine(),
-            "versions": versions(),
-            "commit": source_commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(
-                ["python", "benchmarks/gpu_counts.py", *(sys.argv[1:] if arguments is None else arguments)]
-            ),
+            **describe_origin(),
             **found,
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ sys.path.insert(0, str(HERE))
 import torch  # noqa: E402
 from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
 
-from rotorch.bench.record import describe_machine, versions  # noqa: E402
+from rotorch.bench.record import describe_origin  # noqa: E402
 from rotorch.bench.traced_memory import trace_memory  # noqa: E402
 from rotorch.core.precision import copies_itemsize  # noqa: E402
 from rotorch.models.describe import describe  # noqa: E402
@@ -36,7 +35,6 @@ from rotorch.planner.search import Batch, Task, judged  # noqa: E402
 from rotorch.planner.speeds import speeds_of  # noqa: E402
 from rotorch.planner.workload import fold  # noqa: E402
 from rotorch.shard.materialize import on_meta  # noqa: E402
-from rotorch.source import source_commit  # noqa: E402
 
 CLUSTER = "h100x8"
 LINKS = ("mixed", "bfloat16")
@@ -104,11 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
             "model": shapes,
             "cluster": CLUSTER,
             "assumptions": asdict(speeds_of(load_cluster(CLUSTER), dtype="bfloat16")),
-            "machine": describe_machine(),
-            "versions": versions(),
-            "commit": source_commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python", "benchmarks/gpu_step_model.py", *(arguments or sys.argv[1:])]),
+            **describe_origin(),
             "rows": rows,
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from rotorch.bench.record import describe_origin
 from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import copies_itemsize, dtype_of_passes
@@ -27,7 +28,6 @@ from rotorch.planner.speeds import speeds_of
 from rotorch.planner.workload import fold
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
-from rotorch.source import source_commit
 from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 
 
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("--bench", type=Path, required=True)
     parser.add_argument("--record", type=Path, help="adds the rows to a JSON file")
     arguments = parser.parse_args()
+    origin = describe_origin()
     rows = compared(arguments.run, arguments.set, arguments.bench)
     for row in rows:
         print(
@@ -125,7 +126,7 @@ def main() -> None:
         record["rows"] += [{"run": arguments.run.stem, **row} for row in rows]
         record.setdefault("orders", []).append({"bench": arguments.bench.stem, **order(rows)})
         errors = sorted(abs(row["error"]) for row in record["rows"])
-        record["commit"] = source_commit()
+        record |= origin
         record["errors"] = {"rows": len(errors), "mean": sum(errors) / len(errors), "max": errors[-1]}
         record["errors"]["median"] = errors[len(errors) // 2]
         arguments.record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -18,9 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -31,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from planner_truth import gpt
 
+from rotorch.bench.record import describe_origin
 from rotorch.core.traffic import MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
@@ -39,7 +37,6 @@ from rotorch.planner.speeds import LinkSpeed, Speeds, speeds_of
 from rotorch.planner.step_time import Planned, StepTime, step_time
 from rotorch.planner.workload import FoldedModel, Numerics, fold
 from rotorch.shard.materialize import on_meta
-from rotorch.source import source_commit
 from rotorch.strategies import batch_ranks, parse_parallel
 
 # ---------------------------------------------------------------- Korthikanti et al.
@@ -258,10 +255,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, help="write all figures as JSON")
     arguments = parser.parse_args()
     record = {
-        "command": " ".join(["benchmarks/planner_papers.py", *sys.argv[1:]]),
-        "commit": source_commit(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        **describe_origin(),
         "korthikanti": korthikanti(),
         "tesseract": tesseract(),
     }

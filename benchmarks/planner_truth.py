@@ -23,8 +23,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rotorch.bench.record import describe_origin
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.traffic import MicroBatch
@@ -43,7 +42,6 @@ from rotorch.planner.cluster import load_cluster
 from rotorch.planner.speeds import Group, LinkSpeed, Speeds, speeds_of
 from rotorch.planner.step_time import Planned, step_time
 from rotorch.planner.workload import FoldedModel, Numerics, fold
-from rotorch.source import source_commit
 from rotorch.strategies import parse_parallel
 
 VOCABULARY, FILLED_VOCABULARY = 50257, 51200
@@ -346,10 +344,7 @@ def main() -> None:
             raise ConfigError(f"{path}: rows to fit need 'iteration time (ms)' above 0")
     estimator = fitted(files)
     record: dict[str, Any] = {
-        "command": " ".join(["benchmarks/planner_truth.py", *(Path(a).name for a in sys.argv[1:])]),
-        "commit": source_commit(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        **describe_origin(),
         "fitted": estimator.values,
         "errors": {
             path.name: errors_of(rows, estimator=estimator) for path, rows in zip(arguments.fit, files, strict=True)

@@ -263,8 +263,18 @@ def describe_origin() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "commit": source_commit(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """The command of this process, for readers on other machines: absolute paths are cut to their names."""
+    program = Path(sys.argv[0])
+    words = [program.parent.name if program.name == "__main__.py" else program.name]
+    for word in sys.argv[1:]:
+        option, equals, value = word.rpartition("=")
+        words.append(f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word)
+    return " ".join(words)
 
 
 def load_average() -> list[float]:
