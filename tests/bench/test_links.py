@@ -139,10 +139,10 @@ def test_hosts_reach_each_other_over_links_that_count(switches):
 
         before, up = hosts.sent_bytes(), hosts.uplink_bytes()
         first, second = on_host(hosts, 0, serve), on_host(hosts, 1, visit)
-        (name, memory, links), (other, other_memory, _) = first(), second()
+        (name, links), (other, _) = first(), second()
         sent = [after - was for after, was in zip(hosts.sent_bytes(), before, strict=True)]
         listening.close()
-        assert (name, other) == ("host0", "host1") and memory != other_memory
+        assert (name, other) == ("host0", "host1")
         assert sorted(links) == ["lh0", "lo"]
         assert all(MANY_BYTES < each < 1.5 * MANY_BYTES for each in sent)  # with headers and acknowledgements
         crossed = hosts.uplink_bytes() - up
@@ -161,13 +161,34 @@ def listening_address(listening):
 
 
 def facts():
-    """Name, directory of shared memory and interfaces of where this process is."""
+    """Name and interfaces of where this process is."""
     text = Path("/proc/thread-self/net/dev").read_text()
     return (
         os.uname().nodename,
-        str(shared_memory_directory()),
         [line.split(":")[0].strip() for line in text.splitlines()[2:]],
     )
+
+
+@needs_hosts
+def test_hosts_share_no_memory_and_have_the_same_other_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.toml").write_text("")
+
+    def write():
+        (shared_memory_directory() / "slices").write_text("mine")
+        return list_here()
+
+    def list_here():
+        return os.listdir(shared_memory_directory()), os.listdir()
+
+    with Hosts(2, bytes_per_s=1e8) as hosts:
+        assert on_host(hosts, 0, write)() == [["slices"], ["model.toml"]]
+        assert on_host(hosts, 1, list_here)() == [[], ["model.toml"]]
+        assert on_host(hosts, 0, list_here)() == [["slices"], ["model.toml"]]
+        with hosts.on(0):
+            place = shared_memory_directory()
+        assert list(place.iterdir()) == [] and Path.cwd() == tmp_path
+    assert not place.exists()
 
 
 @needs_hosts
@@ -225,7 +246,7 @@ def test_the_benchmark_writes_every_row_with_right_losses(links, monkeypatch, tm
     file = tmp_path / "links.json"
     sizes = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.vocab_size=64"]
     arguments = ["--emulate", "--compute", "0.05", "--hosts", "2", "--ratio", "1", "--rounds", "1", "--steps", "1"]
-    rows = ["torch-ddp", "rtp={n}[transport=send_receive]"]
+    rows = ["torch-ddp", "rtp={n}"]  # which finds no shared memory
     given = [*arguments, *(part for row in rows for part in ("--row", row)), "--json", str(file), *sizes]
     monkeypatch.setattr(links, "LONGEST_EXCHANGE", float("inf"))  # a test looks at no clock
     monkeypatch.setattr(links, "EXCHANGE_BYTES", 10_000)
@@ -235,7 +256,7 @@ def test_the_benchmark_writes_every_row_with_right_losses(links, monkeypatch, tm
     assert bare["of_wire_time"] == pytest.approx(bare["seconds"] * bare["link_bytes_per_s"] / 10_000)
     assert {"machine", "commit", "rows"} <= record.keys()
     ddp, rtp = record["rows"]
-    assert [ddp["row"], rtp["row"]] == ["torch-ddp", "rtp=2[transport=send_receive]"]
+    assert [ddp["row"], rtp["row"]] == ["torch-ddp", "rtp=2"]
     for row in (ddp, rtp):
         assert row["hosts"] == 2 and row["ratio"] == 1
         assert {"step_s", "compute_s", "wire_s", "wire_bytes", "efficiency"} <= row.keys() and "invalid" not in row

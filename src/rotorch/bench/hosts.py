@@ -1,10 +1,10 @@
-"""Hosts made of one machine: a network and a name of their own for each, and links between them that have a limit.
+"""Hosts made of one machine: a network, a name and memory of their own, and links between them that have a limit.
 
 [Note: a host]
-    A pair of namespaces of Linux, network and UTS. A rank that is forked inside has no other interface than the
-    host's, and a directory for shared memory of its own. But all hosts have one file system, so a file that one rank
-    makes there and names to another is found: rows that choose their transport by themselves must be told to send
-    messages. Namespaces are a thread's own: the bench's thread goes in, forks, and comes back.
+    Three namespaces of Linux: network, UTS and mount. A rank that is forked inside has no other interface than the
+    host's, and at the place of shared memory a file system that no other host has; the other files are the machine's.
+    Namespaces are a thread's own: the bench's thread goes in, forks, and comes back. It goes to the directory that it
+    was in, as a thread that changes its mounts begins at their root.
 
 [Note: links]
     Hosts hang on a switch (a bridge in a network of its own) by pairs of virtual interfaces. Both ends of a pair let
@@ -30,7 +30,7 @@ from pathlib import Path
 from rotorch.bench.wire import call_libc
 from rotorch.process.environment import environment
 
-_CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 _INTERFACE, _UPLINK = "lh0", "up0"
 _BURST_S, _LARGEST_PACKET, _OVERHEAD = 2e-3, 65_536, 4_464
 """A bucket lets out at once: the rate times this long, and at least one packet of the largest size and some more."""
@@ -39,18 +39,22 @@ _NO_LIMIT = "100gbit"
 
 @dataclass(frozen=True)
 class _Namespace:
-    """Descriptors of a network and a name."""
+    """Descriptors of a network, a name and mounts."""
 
     network: int
     name: int
+    mounts: int
 
     def enter(self) -> None:
+        directory = os.getcwd()
         call_libc("setns", self.network, _CLONE_NEWNET)
         call_libc("setns", self.name, _CLONE_NEWUTS)
+        call_libc("setns", self.mounts, _CLONE_NEWNS)
+        os.chdir(directory)
 
     def close(self) -> None:
-        os.close(self.network)
-        os.close(self.name)
+        for descriptor in (self.network, self.name, self.mounts):
+            os.close(descriptor)
 
 
 def why_no_hosts() -> str:
@@ -91,7 +95,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         with self._stack:
-            self._directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rotorch-hosts-"))
+            self._memory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="rotorch-hosts-"))
             self._here = self._opened()
             self._switch = self._made("switch")
             self._hosts = [self._made(f"host{k}") for k in range(self.count)]
@@ -124,7 +128,7 @@ class Hosts:
     @contextmanager
     def on(self, host: int) -> Iterator[None]:
         """Moves this thread, and processes that it forks, to a host within the block."""
-        own = {"GLOO_SOCKET_IFNAME": _INTERFACE, "ROTORCH_SHARED_MEMORY_DIR": self._memory_of(host)}
+        own = {"GLOO_SOCKET_IFNAME": _INTERFACE, "ROTORCH_SHARED_MEMORY_DIR": self._memory}
         with environment(**own), self._inside(self._hosts[host]):
             yield
 
@@ -138,25 +142,22 @@ class Hosts:
             return 0
         return sum(self._counted(self._switch, name) for name in (_UPLINK, f"{_UPLINK}b"))
 
-    def _memory_of(self, host: int) -> str:
-        directory = Path(self._directory) / f"memory{host}"
-        directory.mkdir(exist_ok=True)
-        return str(directory)
-
     def _opened(self) -> _Namespace:
         """Descriptors of where this thread is."""
         flags = os.O_RDONLY | os.O_CLOEXEC
-        here = _Namespace(*(os.open(f"/proc/thread-self/ns/{kind}", flags) for kind in ("net", "uts")))
+        here = _Namespace(*(os.open(f"/proc/thread-self/ns/{kind}", flags) for kind in ("net", "uts", "mnt")))
         self._stack.callback(here.close)
         return here
 
     def _made(self, name: str) -> _Namespace:
         try:
-            call_libc("unshare", _CLONE_NEWNET | _CLONE_NEWUTS)
+            call_libc("unshare", _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWNS)
             made = self._opened()
             socket.sethostname(name)
         finally:
             self._here.enter()
+        self._run(made, "mount --make-rprivate /")  # what is mounted here is seen nowhere else
+        self._run(made, f"mount -t tmpfs tmpfs {self._memory}")
         self._run(made, "ip link set lo up")
         return made
 
