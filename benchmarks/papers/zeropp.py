@@ -79,7 +79,7 @@ BUSY_S = {18: 3.0, 36: 3.0, 72: 3.0, 144: 6.0}
 MICRO_BATCHES, STEPS = 6, 2
 SUMS_OF_PRODUCTS = 0.5
 THREE_D, ZEROPP = "pp=2,megatron=2[transport=messages]", "zeropp=2x2"
-"""Sums by messages: these hosts have one file system, in which `transport=auto` would find a file for all of them."""
+"""Sums by messages, as between hosts."""
 ROWS = (
     ZEROPP,
     "zeropp=2x2[chunks=2]",

@@ -49,7 +49,7 @@ def test_products_take_flops_over_rate_in_forward_and_backward():
         assert clock.slept == []  # it runs ahead
         loss.backward()
     assert on_device.flops == 3 * 2 * 8 * 4 * 6  # output, gradients of input and of weight
-    assert clock.now_s == 3.0
+    assert clock.now_s == 3.0 and on_device.forward_done_s == 1.0
 
 
 def test_a_rank_waits_for_its_device_before_it_sends_and_where_it_reads_a_value():

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from rotorch._torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TorchDispatchMode
+from rotorch._torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TorchDispatchMode, in_backward
 
 _SYNCHRONISES = {"c10d", "_c10d_functional"}
 _aten = torch.ops.aten
@@ -41,6 +41,7 @@ class DeviceClock(TorchDispatchMode):
 
     Attributes:
         flops: of all products so far.
+        forward_done_s: when the device has done all that came before the first backward; None before that.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class DeviceClock(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.flops = 0
+        self.forward_done_s: float | None = None
         self._rate = flops_per_s
         self._now, self._sleep = now, sleep
         self._busy_until = 0.0
@@ -70,6 +72,8 @@ class DeviceClock(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own dispatch comes back here with local tensors
+        if self.forward_done_s is None and in_backward():
+            self.forward_done_s = max(self._busy_until, self._now())
         if func.namespace in _SYNCHRONISES or func.overloadpacket.__name__ == _READS_A_VALUE:
             self.wait()
         elif (count := _COUNTS.get(func.overloadpacket)) is not None:

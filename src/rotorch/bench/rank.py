@@ -89,12 +89,21 @@ class Built:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of one rank, on the clock that all processes of a machine share, in seconds."""
+    """One step of one rank, on the clock that all processes of a machine share, in seconds.
+
+    Attributes:
+        start_s: all ranks of the row are there.
+        gradients_s: this rank's are complete.
+        end_s: the optimizer has done its step.
+        loss: per target token.
+        forward_s: the first micro-batch has gone forward; known of a device that is only thought of.
+    """
 
     start_s: float
     gradients_s: float
     end_s: float
     loss: float
+    forward_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -259,16 +268,16 @@ class _Rank:
     def _timed_step(self) -> StepTime:
         contender, step = self._made(), self._next()
         rate = self._setup.flops_per_s
-        clock = nullcontext() if rate is None else DeviceClock(rate)
+        clock = None if rate is None else DeviceClock(rate)
         self._wait_for_all()
         start_s = time.perf_counter()
-        with clock:
+        with clock or nullcontext():
             loss = contender.forward_backward(step)
         _finish()
         gradients_s = time.perf_counter()
         contender.update()
         _finish()
-        return StepTime(start_s, gradients_s, time.perf_counter(), loss)
+        return StepTime(start_s, gradients_s, time.perf_counter(), loss, clock and clock.forward_done_s)
 
     def _next(self) -> int:
         self._step += 1
