@@ -178,6 +178,21 @@ def test_a_bad_row_is_named_and_the_others_stay(task, monkeypatch, how, field, c
     assert f"fsdp=2: {field}: " in printed.getvalue()
 
 
+def test_products_take_their_time_on_a_devices_clock(run_file, tmp_path):
+    printed, file = io.StringIO(), tmp_path / "bench.json"
+    options = replace(QUICK, rounds=1, virtual_s=0.05)
+    console = Console(file=printed, width=160)
+    assert bench_command(run_file, parallel=["rtp=2"], options=options, json_file=file, console=console) == 0
+    record = json.loads(file.read_text())
+    virtual = record["virtual_time"]
+    assert virtual["products_s"] == 0.05
+    # Two FLOPs a weight and token in forward, as many in each half of backward; an embedding has no products.
+    products, scores = 2 * 2 * 16 * (CUT - 4 * V * H) // 4, L * 2 * 16 * 16
+    assert 0.05 * virtual["flops_per_s"] == pytest.approx(3 * products + 3.5 * 2 * 2 * H * scores)
+    assert record["limit"]["step_s_best"] >= 0.05  # a clock that sleeps is never early
+    assert "products of 0.05 s on a device's clock" in printed.getvalue()
+
+
 def test_a_bar_that_does_not_hold_is_exit_code_1(run_file):
     code = bench_command(
         run_file,

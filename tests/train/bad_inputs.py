@@ -561,6 +561,8 @@ CASES = [
             (["bench", "RUN", "--parallel", "rtp=2", "--rounds", "0"], "rounds"),
             (["bench", "RUN", "--parallel", "rtp=2", "--steps", "0"], "steps"),
             (["bench", "RUN", "--parallel", "rtp=2", "--bar", "silly"], "silly"),
+            (["bench", "RUN", "--parallel", "rtp=2", "--virtual-time", "0"], "write seconds above 0"),
+            (["bench", "RUN", "--parallel", "rtp=2", "--virtual-time", "nan"], "write seconds above 0"),
             (["bench", "RUN", "--parallel", "rtp=2", "model.config.num_hidden_layer=1"], "did you mean"),
             (["bench", "RUN", "--parallel", "rtp=2", "model.config.num_key_value_heads=3"], "does not divide"),
             (["bench", "RUN", "--parallel", "rtp=2", "model.config.hidden_act=silly"], "'silly'"),

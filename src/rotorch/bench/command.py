@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -63,6 +64,8 @@ class BenchOptions:
         process_memory: also start every row afresh to measure its processes (about ten seconds a row).
         profile_dir: also write torch's profile of rank 0 of each row into this directory.
         trace_dir: also write into this directory, of each row, who computes and who waits in some further steps.
+        virtual_s: products take FLOPs / rate on a device's clock (see `device_clock.py`), on which those of a rank
+            that sends nothing take so many seconds; None: they take what they take.
         timeout_s: a row whose ranks give no answer for this long has failed.
     """
 
@@ -71,6 +74,7 @@ class BenchOptions:
     process_memory: bool = True
     profile_dir: Path | None = None
     trace_dir: Path | None = None
+    virtual_s: float | None = None
     timeout_s: float = 600.0
 
 
@@ -140,7 +144,8 @@ def bench(
     num_turns = len(rows) * (options.rounds + 2 + options.process_memory) + 1
     with _progress(console or Console(quiet=True), total=num_turns) as advanced:
         reference = _reference_losses(task, options=options, advanced=advanced)
-        _time(rows, task=task, options=options, advanced=advanced)
+        flops_per_s = None if options.virtual_s is None else _flops_alone(task, options=options) / options.virtual_s
+        _time(rows, task=task, options=options, flops_per_s=flops_per_s, advanced=advanced)
         if options.process_memory:
             for row in rows.values():
                 if row.error is None:
@@ -159,6 +164,8 @@ def bench(
         ok, reached = bar.check(times, memory)
         checked.append({"bar": str(bar), "ok": ok, "reached": reached})
     record = make_record(list(rows.values()), task=task, reference=reference, bars=checked, origin=origin)
+    if flops_per_s is not None:
+        record["virtual_time"] = {"products_s": options.virtual_s, "flops_per_s": flops_per_s}
     if says_little(reference, precision=task.precision, num_batches=NUM_BATCHES):
         record["warning"] = "the losses hardly change over the first steps, so they prove little: raise optimizer.lr"
     return record
@@ -261,6 +268,8 @@ def _predictions(spec: ModelSpec, *, task: Task, strategies: Sequence[Strategy],
 def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:
     if options.rounds < 1 or options.steps < 1:
         raise ConfigError(f"bench: {options.rounds} rounds of {options.steps} steps. Write at least 1 of each")
+    if options.virtual_s is not None and not 0 < options.virtual_s < math.inf:
+        raise ConfigError(f"bench: --virtual-time {options.virtual_s:g}: write seconds above 0, for example 2")
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
         raise ConfigError(
             f"bench: cannot write {str(json_file)!r}: its directory is missing, or it is one. Write a file's path"
@@ -279,7 +288,24 @@ def _reference_losses(task: Task, *, options: BenchOptions, advanced: Callable[[
         ranks.close()
 
 
-def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: Callable[[str], None]) -> None:
+def _flops_alone(task: Task, *, options: BenchOptions) -> float:
+    """FLOPs of the products of a rank of the limit, in a step."""
+    ranks = RowRanks(task, row=LIMIT, num_ranks=task.num_ranks, timeout_s=options.timeout_s)
+    try:
+        ranks.ask("build")
+        return float(max(ranks.ask("product_flops")))
+    finally:
+        ranks.close()
+
+
+def _time(
+    rows: dict[str, Row],
+    *,
+    task: Task,
+    options: BenchOptions,
+    flops_per_s: float | None,
+    advanced: Callable[[str], None],
+) -> None:
     """Times all rows in turns, then takes their tensors, traffic and profiles, while all are still alive."""
     alive: dict[str, RowRanks] = {}
 
@@ -291,7 +317,9 @@ def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: 
     try:
         for name, row in rows.items():
             try:
-                alive[name] = RowRanks(task, row=name, num_ranks=row.num_ranks, timeout_s=options.timeout_s)
+                alive[name] = RowRanks(
+                    task, row=name, num_ranks=row.num_ranks, timeout_s=options.timeout_s, flops_per_s=flops_per_s
+                )
                 built = alive[name].ask("build")[0]
                 row.threads, row.settings = built.threads, built.settings
                 row.transport, row.transport_within = built.transport, built.transport_within

@@ -47,6 +47,8 @@ METHOD = (
     "`parallelize` has it; only peers whose name ends in -as-is run as torch leaves them.",
     f"Random tokens, {NUM_BATCHES} global batches in turn; AdamW(fused=True) in every row, constant learning rate, no "
     "dropout.",
+    "virtual_time, if it is there: products took FLOPs / rate on a device's clock; messages and the optimizer took "
+    "what they took.",
     f"Gate: the first {GATE_STEPS} losses against one process with the whole global batch; and the weights that ranks "
     "hold between them against what the row says that it cuts.",
     "peak_bytes and resident_bytes: exact bytes of tensors, each rank counting the weights and gradients that it is "

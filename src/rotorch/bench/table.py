@@ -58,9 +58,11 @@ def render(record: Mapping[str, Any]) -> RenderableType:
 
 def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> Table:
     tokens, num_ranks = format_count(record["tokens_per_step"]), record["task"]["num_ranks"]
-    compiled = ", blocks compiled" if record["task"].get("compile") else ""
+    said = ", blocks compiled" if record["task"].get("compile") else ""
+    if (virtual := record.get("virtual_time")) is not None:
+        said += f", products of {virtual['products_s']:g} s on a device's clock"
     table = _table(
-        f"{escape(record['model'])}: {tokens} tokens a step, {num_ranks} ranks{compiled}",
+        f"{escape(record['model'])}: {tokens} tokens a step, {num_ranks} ranks{said}",
         columns=("tokens/s", "of limit", "step", "best", "optimizer", "sent", "Layout", "wire"),
         caption=_SPEED_CAPTION,
     )

@@ -291,14 +291,8 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write timelines of computing and waiting ranks to DIR")
     ] = None,
-    bars: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--bar",
-            "--at-least",
-            help='A bar that must hold, e.g. "rtp=2 >= 1.05 * ddp=2" or "peak rtp=2 <= 0.75 * fsdp2"; else exit code 1',
-        ),
-    ] = None,
+    virtual_time: options.VirtualTime = None,
+    bars: options.Bars = None,
     json_file: Json = None,
 ) -> int:
     """Measures layouts side by side: speed, memory, bytes sent."""
@@ -306,8 +300,13 @@ def bench(
     from rotorch.bench.command import BenchOptions, bench_command
 
     tell_phase()
-    options = BenchOptions(
-        rounds=rounds, steps=steps, process_memory=process_memory, profile_dir=profile, trace_dir=trace
+    asked = BenchOptions(
+        rounds=rounds,
+        steps=steps,
+        process_memory=process_memory,
+        profile_dir=profile,
+        trace_dir=trace,
+        virtual_s=virtual_time,
     )
     return bench_command(
         run_file,
@@ -315,7 +314,7 @@ def bench(
         peers=peer or (),
         overrides=[*(overrides or ()), *(["train.compile=true"] if compile_blocks else ())],
         nproc=nproc,
-        options=options,
+        options=asked,
         json_file=json_file,
         bars=bars or (),
     )

@@ -50,6 +50,21 @@ TextToLearn = Annotated[
         "sources"
     ),
 ]
+Bars = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--bar",
+        "--at-least",
+        help='A bar that must hold, e.g. "rtp=2 >= 1.05 * ddp=2" or "peak rtp=2 <= 0.75 * fsdp2"; else exit code 1',
+    ),
+]
+VirtualTime = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Products take so long on a device's clock, messages what they take: overlap of more ranks than cores",
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]
 
 
