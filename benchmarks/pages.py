@@ -23,6 +23,9 @@ OUT_OF_PLACE = "rtp=8[transport=send_receive]"
 ALIKE = 0.05
 """Ratios closer to 1 than this say "as fast": the machine tells no smaller ones apart."""
 
+PROCESSES = "All rows have the same processes, but for those as torch leaves them."
+"""A test holds that each row's record has their settings."""
+
 Record = Mapping[str, Any]
 
 
@@ -53,7 +56,7 @@ def speed(read: Callable[[str], Record]) -> list[str]:
         wire = more["wire_bytes_all_ranks"] / more["nproc"] if "wire_bytes_all_ranks" in more else None
         cells = [*(two_digits(row.get("ratio_to_limit")) for row in (more, less)), *map(mebibytes, [*bytes_of, wire])]
         lines.append(f"| {shown} | {' | '.join(cells)} |")
-    return [*lines, "", *wrapped([origin_of(with_512), processes_of(with_512)])]
+    return [*lines, "", *wrapped([origin_of(with_512), PROCESSES])]
 
 
 def grids(read: Callable[[str], Record]) -> list[str]:
@@ -110,7 +113,7 @@ def pipelines(read: Callable[[str], Record]) -> list[str]:
     ranks = [rank for found in record["pipelines"]["peaks"].values() for rank in found]
     off = max(abs(rank["measured"] / rank["simulated"] - 1) for rank in ranks)
     said.append(f"Measured peaks are within {math.ceil(1000 * off) / 10} % of the simulated ones, on every rank.")
-    return [*lines, "", *wrapped([*said, origin_of(record), processes_of(record)])]
+    return [*lines, "", *wrapped([*said, origin_of(record), PROCESSES])]
 
 
 def layouts_at_scale(read: Callable[[str], Record]) -> list[str]:
@@ -328,6 +331,53 @@ def zeropp_crossings(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped(said)]
 
 
+def tesseract_strong(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: speed of 2.5-D beside 1-D on 8 emulated hosts, by phase, over sizes and rates of links."""
+    record = read("papers/tesseract.json")
+    lines = table_head(
+        "tokens per feature", "products / wire of 1-D", "1-D sends", "2.5-D sends", "forward", "backward", "step"
+    )
+    sent = {(row["parallel"], row["tokens_per_feature"]): row["sent_bytes"] for row in record["strong"]}
+    for row in (row for row in record["ratios"] if row["against"] == ONE_D):
+        size, by = row["tokens_per_feature"], row["faster_by"]
+        bytes_of = [f"{sent[name, size] / 1e6:.2f} MB" for name in (ONE_D, TWO_AND_A_HALF_D)]
+        speeds = [two_digits(by[name]) for name in ("forward_s", "backward_s", "step_s")]
+        lines.append(f"| {size:g} | {row['ratio']:g} | {' | '.join([*bytes_of, *speeds])} |")
+    return lines
+
+
+ONE_D, TWO_AND_A_HALF_D = "megatron=8", "tesseract=2x2x2"
+
+
+def tesseract_crossings(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: from how many tokens on 2.5-D takes less than 1-D, and weak scaling."""
+    record = read("papers/tesseract.json")
+    lines = table_head(f"`{TWO_AND_A_HALF_D}` takes less than `{ONE_D}`", "from tokens per feature on")
+    lines.append("| bytes sent, by the formulas | 2.74 |")
+    for key, shown in (
+        ("sent_bytes", "bytes sent, by the meter"),
+        ("wire_bytes", "bytes on the busiest link"),
+        ("forward_s", "time of forward"),
+        ("step_s", "time of a step"),
+    ):
+        lines.append(f"| {shown} | {two_digits(record['crossings'][ONE_D][key])} |")
+    lines += ["", *table_head("hosts", "layout", "forward", "backward", "step, seconds")]
+    for row in record["weak"]:
+        times = [two_digits(row[name]) for name in ("forward_s", "backward_s", "step_s")]
+        lines.append(f"| {row['hosts']} | `{row['parallel']}` | {' | '.join(times)} |")
+    return [*lines, "", *wrapped([origin_of(record, "All of this")])]
+
+
+def caat_net(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: held-out loss and bytes where a part of the channels is summed."""
+    record = read("papers/caat_net.json")
+    lines = table_head("layout", "held out, bits per byte", "over seeds", "a rank sends in a step")
+    for row in record["summary"]:
+        bits = [f"{row[f'{name}_bits_per_byte']:.3f}" for name in ("mean", "least", "most")]
+        lines.append(f"| `{row['parallel']}` | {bits[0]} | {bits[1]} to {bits[2]} | {row['sent_bytes'] / 1e6:.1f} MB |")
+    return [*lines, "", *wrapped([origin_of(record)])]
+
+
 PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {
     "speed": (Path("README.md"), speed),
     "grids": (Path("docs") / "grids.md", grids),
@@ -341,6 +391,9 @@ PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]]
     "experts": (Path("docs") / "long_context.md", experts),
     "rtp capacity": (Path("docs") / "papers.md", rtp_capacity),
     "rtp building": (Path("docs") / "papers.md", rtp_building),
+    "tesseract strong": (Path("docs") / "papers.md", tesseract_strong),
+    "tesseract crossings": (Path("docs") / "papers.md", tesseract_crossings),
+    "caat-net": (Path("docs") / "papers.md", caat_net),
     "zeropp bubbles": (Path("docs") / "papers.md", zeropp_bubbles),
     "zeropp sizes": (Path("docs") / "papers.md", zeropp_sizes),
     "zeropp crossings": (Path("docs") / "papers.md", zeropp_crossings),
@@ -365,21 +418,9 @@ def verdict(ratio: float) -> str:
 
 
 def origin_of(record: Record, what: str = "") -> str:
-    """Commit, date and load of a record of something, or that it does not have them."""
-    commit, date = record.get("commit"), record.get("date")
-    load = record["machine"].get("load_average")
-    # Records have had their date since their load is that of before they were made.
-    told = f"load {'before' if date else 'after'} {load[0]}" if load else "no note of how busy the machine was"
-    when = f"on {date[:10]}, " if date else ""
-    at = f"at commit {commit[:10]}" if commit else "at a commit that the record does not name"
-    return f"{what or 'This'} was measured {at}, {when}{told}."
-
-
-def processes_of(record: Record) -> str:
-    """True if other libraries' processes had the settings of the layouts' processes."""
-    if all("process_settings" in row for row in record["rows"] if "error" not in row):
-        return "All rows have the same processes, but for those as torch leaves them."
-    return "In this record other libraries' processes are as torch leaves them, without the settings of layouts'."
+    """Commit, date and load of a record of something."""
+    commit, load = record["commit"][:10], record["machine"]["load_average"][0]
+    return f"{what or 'This'} was measured at commit {commit}, on {record['date'][:10]}, load before {load}."
 
 
 def table_head(*columns: str) -> list[str]:

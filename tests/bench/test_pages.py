@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rotorch.bench.record import describe_origin
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-WITHOUT_ORIGIN = {"grid-models-8ranks.json", "grid-table.json", "grids-8ranks.json", "vit-on-grids.json"}
-"""Records from before scripts wrote where figures come from; measured again, they have it."""
-
-COUNTED = {"planner-truth.json", "planner-bench.json", "planner-compositions.json", "planner-papers.json"}
-"""Bytes, and formulas against figures that others have measured: no load changes them."""
 
 
 @pytest.fixture
@@ -51,9 +48,12 @@ def test_words_beside_the_tables_are_true_of_the_records(pages):
     rows = {row["parallel"]: row for row in record["rows"]}
     speeds = {name: row["tokens_per_s"] for name, row in rows.items()}
     peaks = {name: row["peak_bytes_per_rank"] for name, row in rows.items()}
-    assert speeds["zeropp=2x2"] < 1.2 * speeds["pipeline-fsdp2"]  # docs/pipelines.md: not 1.2 times as fast
-    assert speeds["pp=2,rtp=2"] > (1 - 2 * pages.ALIKE) * max(speeds.values())  # as fast as any
-    assert peaks["pp=2,rtp=2"] == min(peaks.values())  # and holds least
+    assert peaks["zeropp=2x2"] > 1.1 * peaks["pipeline-fsdp2"]  # docs/pipelines.md: missed in memory
+    assert speeds["zeropp=2x2"] < (1 + pages.ALIKE) * speeds["pipeline-fsdp2-keep"]  # nearly as fast
+    assert speeds["pp=2,megatron=2"] < (1 + pages.ALIKE) * speeds["zeropp=2x2"]  # no faster
+    assert speeds["pp=2,fsdp=2"] == max(speeds.values())  # fastest
+    assert peaks["pp=2,rtp=2"] == min(peaks.values())  # holds least
+    assert abs(speeds["pp=2,rtp=2"] / speeds["pipeline-fsdp2-keep"] - 1) < pages.ALIKE  # as fast
 
 
 def test_the_first_lines_of_the_readme_quote_its_table(pages):
@@ -93,7 +93,22 @@ def test_every_record_says_where_it_comes_from():
     for file in sorted(RESULTS.rglob("*.json")):
         record = json.loads(file.read_text())
         origin = record.get("origin", record)
-        if file.name not in WITHOUT_ORIGIN:
-            assert origin["commit"], file.name
-        if file.name not in WITHOUT_ORIGIN | COUNTED:
-            assert origin["machine"]["load_average"], file.name
+        assert origin["commit"] and origin["date"] and origin["versions"]["torch"], file.name
+        assert origin["machine"]["cpu"] and origin["machine"]["load_average"], file.name
+        assert not re.search(r"(^|[ =])/", origin["command"]), file.name  # a path of one machine
+        for row in (row for row in record.get("rows", ()) if "task" in record and "error" not in row):
+            alike = row["process_settings"] == record["limit"]["process_settings"]
+            assert alike == (not row["parallel"].endswith("-as-is")), (file.name, row["parallel"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        (["/opt/bin/rotorch", "suite", "bench/suite.toml"], "rotorch suite bench/suite.toml"),
+        (["/src/rotorch/__main__.py", "suite", "--out=/srv/one"], "rotorch suite --out=one"),
+        (["benchmarks/links.py", "--json", "/srv/two.json", "train.steps=3"], "links.py --json two.json train.steps=3"),
+    ],
+)
+def test_a_command_has_no_paths_of_one_machine(monkeypatch, arguments, command):
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert describe_origin()["command"] == command

@@ -153,8 +153,9 @@ def test_nothing_measured_is_drawn_as_nothing():
 def test_the_standard_suite_can_be_run():
     cases = load_suite(STANDARD)
     shapes = {(case.run.stem, case.nproc, case.name.rpartition("-")[2]) for case in cases}
-    models = {"llama-h384", "llama-h512", "gpt-h384", "gpt-h512"}
-    assert shapes >= {(m, n, f"{t}tokens") for m in models for n in (2, 4) for t in (512, 64)}
+    models = {"llama-h384", "llama-h512", "gpt-h384"}
+    assert shapes >= {(m, 2, "512tokens") for m in models} | {(m, 2, "64tokens") for m in models if "h384" in m}
+    assert shapes >= {("llama-h384", 4, "512tokens"), ("llama-h384", 4, "64tokens"), ("llama-h512", 4, "512tokens")}
     for case in [*cases, *load_suite(BARS)]:
         layouts, _, task = _prepare(case)
         assert task.num_ranks == case.nproc and task.micro_batch * task.sequence_length == int(
