@@ -133,7 +133,7 @@ def test_in_bfloat16_a_ring_holds_no_more_than_fsdp2_by_its_own_policy(task, row
 @pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_gpt_models_on_four_ranks(task, accumulation):
     task = dataclasses.replace(task, model=GPT, num_ranks=4, accumulation=accumulation)
-    record, rows = measure(task, ["torch-ddp", "fsdp2-per-weight", "tp"])
+    record, rows = measure(task, ["torch-ddp", "fsdp2-per-weight", "tp", "hf-tp"])
     assert exit_code(record) == 0
     assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
 

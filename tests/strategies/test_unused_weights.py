@@ -10,6 +10,8 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
+from rotorch.testing.subjects import configurations, tiny_subject
+from rotorch.testing.verify import verify_subject
 
 
 class Block(nn.Module):
@@ -237,3 +239,11 @@ def test_weights_that_no_loss_reaches_have_no_gradient_on_grids_and_in_pipelines
         run_ranks(spare_gradients, tiny("llama"), layout, num_ranks=count)
         == [[{"model.layers.1.spare.weight"}] * 2] * count
     )
+
+
+@pytest.mark.parametrize("layout", ["rtp=2[recompute=slice]", "rtp=3[transport=send_receive,recompute=slice]"])
+def test_whole_weights_that_a_module_uses_without_gradients_have_none(layout, warm):
+    """DeepSeek's indexers choose tokens under `no_grad`, with weights gathered for attentions that run on slices."""
+    (config,) = (found for found in configurations() if found.__name__ == "DeepseekV32Config")
+    report = verify_subject(tiny_subject(config), name="indexers", parallel=layout, steps=1)
+    assert report.ok, (report.verdict, report.first_divergence)

@@ -6,6 +6,7 @@ side by side in shared memory nothing is copied. The gradient arrives whole and 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,14 +46,17 @@ class _GatherWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: RotatingUnit, anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
+        ctx.set_materialize_grads(False)  # zeros would count as gradients of weights that the function did not use
         return tuple(_gather(unit))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         if unit.whole is not None:
-            OrderedAdds(unit, lambda gradient, fresh, part: _add(unit, gradient, fresh, part, grads[0])).go_on()
+            (grad,) = grads
+            add = _nothing if grad is None else partial(_add, unit, grad)
+            OrderedAdds(unit, add, reaches=grad is not None).go_on()
             return None, None
         # Gradients only: autograd has the whole weight, so no slice needs to come again.
         for part, visit in unit.visits_of_parts(backward=True, fetch=False):
@@ -60,7 +64,12 @@ class _GatherWeights(torch.autograd.Function):
         return None, None
 
 
-def _add(unit: RotatingUnit, gradient: Tensor, fresh: bool, part: Range, whole: Tensor) -> None:
+def _nothing(gradient: Tensor, fresh: bool, _: Range) -> None:
+    if fresh:
+        gradient.zero_()
+
+
+def _add(unit: RotatingUnit, whole: Tensor, gradient: Tensor, fresh: bool, part: Range) -> None:
     """Adds a slice's part of a whole gradient to the slice's gradient."""
     cut = unit.slices.weights[0].cut
     if cut is None:
@@ -69,9 +78,11 @@ def _add(unit: RotatingUnit, gradient: Tensor, fresh: bool, part: Range, whole: 
     gradient.copy_(mine) if fresh else gradient.add_(mine)
 
 
-def _add_slice(unit: RotatingUnit, visit: Visit, grads: tuple[Tensor, ...]) -> None:
+def _add_slice(unit: RotatingUnit, visit: Visit, grads: tuple[Tensor | None, ...]) -> None:
     receiver = SliceGradient(unit, visit, wait=True)
     for number, (weight, grad) in enumerate(zip(unit.slices.weights, grads, strict=True)):
+        if grad is None:
+            continue
         chunks = unit.slices.chunks(weight, index=visit.index)
         parts = [chunk.of_whole(grad) for chunk in chunks]
         # A fused weight has one part in each of its blocks; the slice has them side by side.

@@ -169,12 +169,14 @@ def _part_of(gradient: Tensor, fresh: bool, part: Tensor) -> None:
 class OrderedAdds:
     """This rank's additions to the slices of one weight's gradient, each in its turn (see [Note: out of step]).
 
-    The constructor takes the first turn, if that has come. `add` is called once for every slice.
+    The constructor takes the first turn, if that has come. `add` is called once for every slice. Without a gradient
+    (`reaches=False`) turns are taken all the same: other ranks wait for them.
     """
 
-    def __init__(self, unit: RotatingUnit, add: AddToSlice) -> None:
+    def __init__(self, unit: RotatingUnit, add: AddToSlice, *, reaches: bool = True) -> None:
         self._unit, self._add = unit, add
-        unit.reached.add(0)  # it has this one weight
+        if reaches:
+            unit.reached.add(0)  # it has this one weight
         self._visits = unit.ring.visits(unit.item, backward=True, fetch=False)
         self._next = next(self._visits, None)
         self._take(wait=False)

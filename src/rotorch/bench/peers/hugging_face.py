@@ -40,6 +40,7 @@ class HuggingFace(PlainLoop):
         in_bfloat16 = task.half_dtype is not None
         if tensor_parallel:
             super().__init__(task, module=_load(task, tp_size=task.num_ranks), shares=[0], num_shares=1)
+            _split_groups(self.optimizer)
         else:
             module = _load(task, fsdp_size=task.num_ranks, fsdp_mixed_precision=in_bfloat16, ep_size=ep_size)
             super().__init__(task, module=module, shares=[rank])
@@ -85,6 +86,16 @@ class HuggingFaceExperts(HuggingFace):
                 f"bench: peer hf-ep: transformers has no plan for experts of model_type={task.model['model_type']!r}. "
                 "Leave it out, or write mixtral"
             )
+
+
+def _split_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Puts whole weights into groups of their own: a fused step takes no list that has them beside DTensors."""
+    optimizer.param_groups = [
+        {**group, "params": params}
+        for group in optimizer.param_groups
+        for is_cut in (True, False)
+        if (params := [p for p in group["params"] if isinstance(p, DTensor) == is_cut])
+    ]
 
 
 def _load(task: Task, **sizes: Any) -> nn.Module:
