@@ -360,7 +360,7 @@ def tesseract_crossings(read: Callable[[str], Record]) -> list[str]:
         ("forward_s", "time of forward"),
         ("step_s", "time of a step"),
     ):
-        lines.append(f"| {shown} | {two_digits(record['crossings'][ONE_D][key])} |")
+        lines.append(f"| {shown} | {two_digits(record['crossings'][key])} |")
     lines += ["", *table_head("hosts", "layout", "forward", "backward", "step, seconds")]
     for row in record["weak"]:
         times = [two_digits(row[name]) for name in ("forward_s", "backward_s", "step_s")]

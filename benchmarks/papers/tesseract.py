@@ -183,18 +183,16 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def crossings(rows: Sequence[Row]) -> dict[str, dict[str, float | None]]:
-    """Tokens per feature from which 2.5-D takes no more than another row at ratio 1, by figure; None if not within."""
+def crossings(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Tokens per feature from which 2.5-D takes no more than 1-D at ratio 1, by figure; None if not within."""
     at_one = [row for row in rows if row["ratio"] == 1.0 and "invalid" not in row]
-    found: dict[str, dict[str, float | None]] = {}
-    for other in (ONE_D, TWO_D):
-        found[other] = {}
-        for key in ("sent_bytes", "wire_bytes", "forward_s", "step_s"):
-            ours, theirs = (
-                {row["tokens_per_feature"]: row[key] for row in at_one if row["parallel"] == name}
-                for name in (TWO_AND_A_HALF_D, other)
-            )
-            found[other][key] = crossing(ours, theirs)
+    found: dict[str, float | None] = {}
+    for key in ("sent_bytes", "wire_bytes", "forward_s", "step_s"):
+        ours, theirs = (
+            {row["tokens_per_feature"]: row[key] for row in at_one if row["parallel"] == name}
+            for name in (TWO_AND_A_HALF_D, ONE_D)
+        )
+        found[key] = crossing(ours, theirs)
     return found
 
 
