@@ -38,7 +38,7 @@ OUT = ROOT / "benchmarks" / "results" / "papers" / "caat_net.json"
 RANKS, FRACTIONS, SEEDS = 4, (1.0, 0.5, 0.25), (1, 2, 3)
 SETTINGS = {
     "train.steps": "150",
-    "train.micro_batch": "8",
+    "train.micro_batch": "4",
     "data.sequence_length": "128",
     "train.eval_every": "0",
     "train.eval_windows": "512",

@@ -168,7 +168,7 @@ PARTS = {"strong": strong, "weak": weak}
 
 
 def ratios(rows: Sequence[Row]) -> list[Row]:
-    """How many times as fast 2.5-D is as the other rows, by size and rate of links."""
+    """Speed of 2.5-D relative to the other rows, by size and rate of links."""
     found = []
     by_place: dict[tuple[float, float], dict[str, Row]] = {}
     for row in rows:

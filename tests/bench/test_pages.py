@@ -96,7 +96,7 @@ def test_every_record_says_where_it_comes_from():
         assert origin["commit"] and origin["date"] and origin["versions"]["torch"], file.name
         assert origin["machine"]["cpu"] and origin["machine"]["load_average"], file.name
         assert not re.search(r"(^|[ =])/", origin["command"]), file.name  # a path of one machine
-        for row in (row for row in record.get("rows", ()) if "task" in record and "error" not in row):
+        for row in (row for row in (record["rows"] if "task" in record else ()) if "error" not in row):
             alike = row["process_settings"]["keeps_freed_memory"]
             assert alike == (not row["parallel"].endswith("-as-is")), (file.name, row["parallel"])
 

@@ -10,7 +10,7 @@ from rotorch.models.held_warnings import held_warnings
 
 @pytest.fixture
 def shown():
-    """What transformers' handlers show."""
+    """Texts that the handlers of transformers show."""
 
     class Shown(logging.Handler):
         def __init__(self):

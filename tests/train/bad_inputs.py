@@ -1,4 +1,4 @@
-"""Inputs that cannot work: how each is made, and words of the line that refuses it. Their table: `docs/bad_inputs.md`.
+"""Inputs that cannot work: how each is made, and words of the line that refuses it. Their table: `bad_input_page.py`.
 
 `CASES` is data; `test_bad_inputs.py` runs it. A case spoils a run that is well in one way.
 """
@@ -12,18 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import failures
 import numpy as np
 from safetensors.numpy import save_file
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "bad_inputs.md"
-
-INTRODUCTION = """# Bad inputs
-
-Inputs that cannot work, and the one line that refuses each, with exit code 2, before a rank starts and before anything
-is written. Written by `make failures`; a test per line holds the words against what happens, that no traceback is
-printed, and that no file is left behind. Paths are shortened. `docs/failures.md` has what goes wrong in a run.
-"""
 
 
 @dataclass(frozen=True)
@@ -592,47 +582,3 @@ CASES = [
         ]
     ),
 ]  # fmt: skip
-
-
-# ---------------------------------------------------------------- the page
-
-
-def seen(case: Case, message: str, *, directory: Path) -> None:
-    """Holds the line that refuses a case against the page, or writes it there (`make failures`)."""
-    message = message.strip().removeprefix("rotorch: ").replace(f"{directory}/", "").replace(str(directory), ".")
-    page = parse(PAGE.read_text() if PAGE.exists() else "")
-    if os.environ.get(failures.WRITES):
-        PAGE.write_text(render({**page, (case.section, case.shown): message}))
-    else:
-        there = page.get((case.section, case.shown), "")
-        has_changed = f"{PAGE.name}: {case.shown!r} has changed: run make failures"
-        assert failures.words(message) == failures.words(there), has_changed
-
-
-def parse(text: str) -> dict[tuple[str, str], str]:
-    """The messages of a page by section and case."""
-    found, section = {}, ""
-    for line in text.splitlines():
-        if line.startswith("## "):
-            section = line[3:]
-        elif (row := re.fullmatch(r"\| `` (.*) `` \| `` (.*) `` \|", line)) is not None:
-            shown, message = (part.replace("\\|", "|") for part in row.groups())
-            found[section, shown] = message
-    return found
-
-
-def render(messages: Mapping[tuple[str, str], str]) -> str:
-    """The page."""
-    parts, sections = [INTRODUCTION], dict.fromkeys(case.section for case in CASES)
-    for section in sections:
-        rows = [
-            f"| `` {_cell(case.shown)} `` | `` {_cell(messages[section, case.shown])} `` |"
-            for case in CASES
-            if case.section == section and (section, case.shown) in messages
-        ]
-        parts.append("\n".join([f"## {section}\n", "| input | message |", "|---|---|", *rows, ""]))
-    return "\n".join(parts)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import bad_input_page
 import bad_inputs
 import pytest
 from commands import Command, write_run
@@ -54,13 +55,13 @@ def test_a_bad_input_is_refused(case, tmp_path, loaded):
     assert done.stdout == "" and done.left() == []
     assert everything(work) == before
     assert [p for name in ("tmp", "shm", "home") for p in everything(tmp_path / name)] == []
-    bad_inputs.seen(case, message, directory=work)
+    bad_input_page.seen(case, message, directory=work)
 
 
 def test_the_page_is_as_it_was_written():
-    text = bad_inputs.PAGE.read_text()
-    assert bad_inputs.render(bad_inputs.parse(text)) == text, "docs/bad_inputs.md: run make failures"
-    assert list(bad_inputs.parse(text)) == [(c.section, c.shown) for c in _in_the_order_of_the_page()]
+    text = bad_input_page.PAGE.read_text()
+    assert bad_input_page.render(bad_input_page.parse(text)) == text, "docs/bad_inputs.md: run make failures"
+    assert list(bad_input_page.parse(text)) == [(c.section, c.shown) for c in _in_the_order_of_the_page()]
 
 
 def _in_the_order_of_the_page():

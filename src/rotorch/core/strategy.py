@@ -84,7 +84,7 @@ class Strategy(BaseModel, ABC):
 
     @property
     def sequence_ranks(self) -> SequenceRanks:
-        """What these neighbours exchange."""
+        """Number of these neighbours, and what they exchange."""
         return SequenceRanks()
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What transformers logs while a model is read and built, kept back until it is known to be right."""
+"""Warnings of transformers while a model is read and built, kept back until it is known to be right."""
 
 from __future__ import annotations
 
