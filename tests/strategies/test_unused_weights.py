@@ -55,6 +55,7 @@ LAYOUTS = [
     "rtp=3[transport=send_receive,recompute=slice]",
     "osdp=2[memory=100KiB]",
     "megatron=2",
+    "ddp=2,megatron=2",
     "fsdp=2,megatron=2",
     "rtp=2,megatron=2",
     "ddp=2,rtp=2",
