@@ -267,7 +267,7 @@ def at_different_places(make):
 
 
 def test_weights_that_left_home_do_not_return_if_ranks_disagree_where_they_are(ring):
-    run_ranks(at_different_places, ring, num_ranks=3)
+    run_ranks(at_different_places, ring, num_ranks=3, timeout_s=30)
 
 
 def somebody_ends(ring, *, ended):
