@@ -17,7 +17,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mutant_changes import Mutant, sample, subjects
+from mutant_changes import Mutant, OnceSurvived, sample, subjects
 from mutant_page import Outcome, page
 from mutant_runs import Report, Request, Run, copy_tree, merged, preload
 from mutant_tests import Baseline, candidates
@@ -31,7 +31,7 @@ OUTCOMES = Path(__file__).with_name("outcomes.jsonl")
 """The last one of each mutant of the default sample; committed, since a sample takes hours."""
 COUNT, SEED = 200, 0
 PAGE, REASONS = ROOT / "docs" / "mutants.md", Path(__file__).with_name("reasons.toml")
-NAMED = Path(__file__).with_name("named.toml")
+NAMED, ONCE = Path(__file__).with_name("named.toml"), Path(__file__).with_name("once.toml")
 
 FILE_LIMIT_S = 600.0  # for a test file as it is; what it has not done by then is not asked
 SLACK_S, SLOWER = 60.0, 10.0  # a mutant's tests may take so many times what they took, and so much more
@@ -169,7 +169,7 @@ class Sample:
 
 
 def main() -> int:
-    """Returns 1 if some of the sample have not been run."""
+    """Returns 1 if some of the sample have not been run; with `--once`, if no test notices some change."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="how many mutants")
     parser.add_argument("--seed", type=int, default=SEED, help="which mutants; another sample stays in .cache")
@@ -181,7 +181,10 @@ def main() -> int:
         "--only", nargs="*", default=(), metavar="PATH", help="only changes of files with this in their path"
     )
     parser.add_argument("--only-page", action="store_true", help="run nothing, write the page of what is known")
+    parser.add_argument("--once", action="store_true", help="run only changes that survived before (once.toml)")
     options = parser.parse_args()
+    if options.once:
+        return _run_once(jobs=options.jobs)
     CACHE.mkdir(exist_ok=True)
     is_usual = (options.count, options.seed) == (COUNT, SEED)
     outcomes, about = (OUTCOMES, PAGE) if is_usual else (CACHE / "mutants.jsonl", CACHE / "mutants.md")
@@ -197,32 +200,69 @@ def main() -> int:
     todo = [m for m in todo if not options.only or any(part in m.path for part in options.only)]
     if todo and not options.only_page:
         preload()
-        _run_all(drawn, todo, jobs=options.jobs)
+        _run_all({mutant: drawn.examine(mutant) for mutant in todo}, total=len(drawn.mutants), jobs=options.jobs)
     latest = {fields["key"]: fields for fields in _lines_of(outcomes)}
     kept = [latest[mutant.key] for mutant in drawn.mutants if mutant.key in latest]
     outcomes.write_text("".join(json.dumps(fields) + "\n" for fields in kept), "utf-8")
     found = [Outcome(**fields) for fields in kept]
     to_come = len(drawn.mutants) - len(found)
-    about.write_text(page(found, seed=options.seed, reasons=reasons(), to_come=to_come), "utf-8")
+    about.write_text(page(found, seed=options.seed, reasons=reasons(), to_come=to_come, once=once()), "utf-8")
     print(f"{sum(o.is_killed for o in found)} of {len(found)} killed: {about.relative_to(ROOT)}")
     return 1 if to_come else 0
 
 
-def _run_all(drawn: Sample, todo: list[Mutant], *, jobs: int) -> None:
-    """Examines mutants, several at a time, each in runs of its own."""
+def _run_once(*, jobs: int) -> int:
+    """Shows each change of `once.toml` to its test; returns 1 if one is not noticed, else writes the page."""
+    steps: dict[Mutant, Step] = {}
+    for change in once():
+        text = (ROOT / change.path).read_text("utf-8")
+        steps[change.mutant_of(text)] = shown_to_its_test(change, text)
+    preload()
+    unnoticed = [o for o in _run_all(steps, total=len(steps), jobs=jobs) if o.verdict != "killed"]
+    print(f"{len(steps) - len(unnoticed)} of {len(steps)} changes that once survived are noticed")
+    for outcome in unnoticed:
+        why = "does not pass without it either" if outcome.verdict == "unreached" else outcome.verdict
+        print(f"{outcome.path}:{outcome.line}: {outcome.after}: {outcome.by}: {why}")
+    if not unnoticed:
+        PAGE.write_text(committed_page(), "utf-8")
+    return 1 if unnoticed else 0
+
+
+def committed_page() -> str:
+    """The page of the committed outcomes, of whatever state of the source they are."""
+    found = [Outcome(**fields) for fields in _lines_of(OUTCOMES)]
+    return page(found, seed=SEED, reasons=reasons(), to_come=COUNT - len(found), once=once())
+
+
+def shown_to_its_test(change: OnceSurvived, text: str) -> Step:
+    """Runs the test of a change, without the change and then with it: it must pass first, and then fail."""
+    mutant, verdict = change.mutant_of(text), "unreached"
+    # Without this run, a wrong id, or a test that fails anyway, would seem to notice the change.
+    report = yield Request((change.test,), limit_s=FILE_LIMIT_S)
+    if report.code == 0 and report.passed:
+        limit_s = SLACK_S + SLOWER * sum(report.passed.values())
+        report = yield Request((change.test,), limit_s=limit_s, mutated=(mutant.path, mutant.applied_to(text)))
+        noticed = report.failed and report.failed != ["collecting"]
+        verdict = report.killed or ("killed" if noticed else "survived")
+    what = mutant.key, mutant.path, mutant.line, mutant.before, mutant.after, mutant.package
+    return Outcome(*what, verdict, change.test, 1, [change.test], _digest(text), "", "")
+
+
+def _run_all(steps: Mapping[Mutant, Step], *, total: int, jobs: int) -> list[Outcome]:
+    """Examines mutants, several at a time, each in runs of its own; some of the `total` have been examined before."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     scratch = Path(tempfile.mkdtemp(prefix="rotorch-mutants-"))
     runs: dict[Mutant, tuple[Step, Run | None]] = {}
-    waiting = list(reversed(todo))
+    waiting, outcomes = list(reversed(steps)), list[Outcome]()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is under way is ended, as by Ctrl-C
     try:
         tree = scratch / "as-it-is"
         copy_tree(ROOT, tree)
         with Progress(*columns, console=Console()) as progress:
-            task = progress.add_task("mutants", total=len(drawn.mutants), completed=len(drawn.mutants) - len(todo))
+            task = progress.add_task("mutants", total=total, completed=total - len(steps))
             while waiting or runs:
                 while waiting and len(runs) < jobs:
-                    runs[waiting[-1]] = drawn.examine(waiting[-1]), None
+                    runs[waiting[-1]] = steps[waiting[-1]], None
                     waiting.pop()
                 for mutant, (step, run) in list(runs.items()):
                     report = None if run is None else run.report()
@@ -234,6 +274,7 @@ def _run_all(drawn: Sample, todo: list[Mutant], *, jobs: int) -> None:
                     except StopIteration as ended:
                         del runs[mutant]
                         outcome = ended.value
+                        outcomes.append(outcome)
                         told = f"{outcome.verdict} {outcome.by or f'({outcome.num_tests} tests)'}"
                         at = f"{mutant.path}:{mutant.line}"
                         progress.console.print(f"{at}: {mutant.after}: {told}", markup=False, highlight=False)
@@ -244,6 +285,13 @@ def _run_all(drawn: Sample, todo: list[Mutant], *, jobs: int) -> None:
             if run is not None:
                 run.end()
         shutil.rmtree(scratch, ignore_errors=True)
+    return outcomes
+
+
+def once() -> list[OnceSurvived]:
+    """Changes that once survived, each with a test that notices it."""
+    found = tomllib.loads(ONCE.read_text("utf-8"))["change"]
+    return [OnceSurvived(**{**fields, "path": f"src/rotorch/{fields['path']}"}) for fields in found]
 
 
 def reasons() -> Mapping[str, str]:

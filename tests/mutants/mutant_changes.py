@@ -102,6 +102,36 @@ class Mutant:
         return "".join(lines)
 
 
+@dataclass(frozen=True)
+class OnceSurvived:
+    """A change that all tests once let live, and a test that notices it.
+
+    Attributes:
+        mistake: what goes wrong with it.
+        path: of the file, below the root of the repository.
+        before: the line, without indentation; it is there once.
+        after: the line as it is changed.
+        test: the id of a test that fails with the change, and passes without.
+    """
+
+    mistake: str
+    path: str
+    before: str
+    after: str
+    test: str
+
+    def mutant_of(self, text: str) -> Mutant:
+        """The change of the file's text.
+
+        Raises:
+            ValueError: if the line is missing, or there more than once.
+        """
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if line.strip() == self.before]
+        if len(lines) != 1:
+            raise ValueError(f"{self.path}: {len(lines)} lines are {self.before!r}")
+        return Mutant(self.path, lines[0], self.before, self.after, 0, lines[0], lines[0])
+
+
 def subjects(root: Path) -> list[Path]:
     """The files that are changed, below the root of a repository."""
     package = root / "src" / "rotorch"

@@ -1,13 +1,15 @@
 """Mutants: what is changed and what is left alone, who is asked, and the page."""
 
+import ast
 import json
 import os
 from dataclasses import replace
 
 import pytest
-from make_mutants import COUNT, OUTCOMES, PAGE, SEED, named, reasons
-from mutant_changes import SUBJECTS, Mutant, mutants_of, sample, subjects
+from make_mutants import OUTCOMES, PAGE, committed_page, named, once, shown_to_its_test
+from mutant_changes import SUBJECTS, Mutant, OnceSurvived, mutants_of, sample, subjects
 from mutant_page import Outcome, page
+from mutant_runs import Report
 from mutant_tests import Baseline, candidates
 
 PATH = "src/rotorch/core/x.py"
@@ -130,9 +132,61 @@ def test_every_named_test_and_what_it_is_named_for_are_there(pytestconfig):
         assert (pytestconfig.rootpath / path).is_file(), path
         assert tests, path
         for test in tests:
-            file, _, name = test.partition("::")
-            text = (pytestconfig.rootpath / file).read_text("utf-8")
-            assert not name or f"def {name.partition('[')[0]}(" in text, test
+            assert is_there(test, pytestconfig.rootpath), test
+
+
+def is_there(test, root):
+    """True if a test's function is in its file, or if it is a file that is there."""
+    file, _, name = test.partition("::")
+    text = (root / file).read_text("utf-8")
+    return not name or f"def {name.partition('[')[0]}(" in text
+
+
+def test_every_change_that_once_survived_has_its_line_and_its_test(pytestconfig):
+    assert once()
+    for change in once():
+        text = (pytestconfig.rootpath / change.path).read_text("utf-8")
+        changed = change.mutant_of(text).applied_to(text)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), change
+        assert "::" in change.test and is_there(change.test, pytestconfig.rootpath), change
+
+
+CHANGE = OnceSurvived("adds nothing", PATH, "x += 1", "pass", "tests/test_x.py::test_x")
+
+
+def test_a_change_that_once_survived_needs_its_line_once():
+    mutant = CHANGE.mutant_of("def f(x):\n    x += 1\n    return x\n")
+    assert (mutant.line, mutant.applied_to("def f(x):\n    x += 1\n")) == (2, "def f(x):\n    pass\n")
+    for text in ("x += 2\n", "x += 1\nx += 1\n"):
+        with pytest.raises(ValueError, match="lines are 'x \\+= 1'"):
+            CHANGE.mutant_of(text)
+
+
+PASSES = Report(0, {CHANGE.test: 2.0}, [], "", {}, "")
+FAILS = Report(1, {}, [CHANGE.test], CHANGE.test, {}, "")
+
+
+@pytest.mark.parametrize(
+    ("reports", "verdict"),
+    [
+        ([PASSES, FAILS], "killed"),
+        ([PASSES, PASSES], "survived"),
+        ([PASSES, replace(FAILS, failed=["collecting"])], "survived"),
+        ([PASSES, replace(FAILS, code=None, failed=[], killed="late")], "late"),
+        ([FAILS], "unreached"),
+        ([Report(0, {}, [], "", {}, "")], "unreached"),  # skipped
+        ([Report(4, {}, ["collecting"], "", {}, "")], "unreached"),  # no such test
+    ],
+)
+def test_a_change_is_noticed_by_a_test_that_passes_without_it_and_fails_with_it(reports, verdict):
+    step = shown_to_its_test(CHANGE, "x += 1\n")
+    requests = [next(step)]
+    with pytest.raises(StopIteration) as ended:
+        for report in reports:
+            requests.append(step.send(report))
+    assert ended.value.value.verdict == verdict
+    assert [request.mutated for request in requests] == [None, (PATH, "pass\n")][: len(reports)]
+    assert all(request.tests == (CHANGE.test,) for request in requests)
 
 
 def test_tests_that_reach_a_line_are_asked_and_the_quickest_first():
@@ -144,9 +198,8 @@ def test_tests_that_reach_a_line_are_asked_and_the_quickest_first():
 
 
 def test_the_committed_page_is_that_of_the_committed_outcomes():
-    found = [Outcome(**json.loads(line)) for line in OUTCOMES.read_text("utf-8").splitlines()]
-    assert found
-    assert PAGE.read_text("utf-8") == page(found, seed=SEED, reasons=reasons(), to_come=COUNT - len(found))
+    assert OUTCOMES.read_text("utf-8")
+    assert PAGE.read_text("utf-8") == committed_page()
 
 
 def test_the_page_says_score_survivors_and_why():
@@ -162,6 +215,10 @@ def test_the_page_says_score_survivors_and_why():
     assert "near the changed file" not in text
     assert "1 of the survivors were shown only" in page([replace(lived, levels=3)], seed=5, reasons={})
     assert "TODO" not in text and "TODO" in page(rows, seed=5, reasons={})
+    assert "once survived" not in text
+    assert page(rows, seed=5, reasons={}, once=[CHANGE]).endswith(
+        "| change | test that notices it |\n|---|---|\n| `core/x.py`: adds nothing | `tests/test_x.py::test_x` |\n"
+    )
 
 
 SUM = "def add(a, b):\n    return a + b\n"
