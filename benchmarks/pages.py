@@ -368,16 +368,6 @@ def tesseract_crossings(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped([origin_of(record, "All of this")])]
 
 
-def caat_net(read: Callable[[str], Record]) -> list[str]:
-    """docs/papers.md: held-out loss and bytes where a part of the channels is summed."""
-    record = read("papers/caat_net.json")
-    lines = table_head("layout", "held out, bits per byte", "over seeds", "a rank sends in a step")
-    for row in record["summary"]:
-        bits = [f"{row[f'{name}_bits_per_byte']:.3f}" for name in ("mean", "least", "most")]
-        lines.append(f"| `{row['parallel']}` | {bits[0]} | {bits[1]} to {bits[2]} | {row['sent_bytes'] / 1e6:.1f} MB |")
-    return [*lines, "", *wrapped([origin_of(record)])]
-
-
 PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {
     "speed": (Path("README.md"), speed),
     "grids": (Path("docs") / "grids.md", grids),
@@ -393,7 +383,6 @@ PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]]
     "rtp building": (Path("docs") / "papers.md", rtp_building),
     "tesseract strong": (Path("docs") / "papers.md", tesseract_strong),
     "tesseract crossings": (Path("docs") / "papers.md", tesseract_crossings),
-    "caat-net": (Path("docs") / "papers.md", caat_net),
     "zeropp bubbles": (Path("docs") / "papers.md", zeropp_bubbles),
     "zeropp sizes": (Path("docs") / "papers.md", zeropp_sizes),
     "zeropp crossings": (Path("docs") / "papers.md", zeropp_crossings),
