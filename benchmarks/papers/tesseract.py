@@ -1,7 +1,6 @@
 """Tensor parallelism in one, two and two and a half dimensions, as Tesseract's paper scales it (arXiv 2105.14500).
 
-    python benchmarks/papers/tesseract.py                  # writes benchmarks/results/papers/tesseract.json: 15 minutes
-    python benchmarks/papers/tesseract.py --only weak      # one part of it, the others kept
+    python benchmarks/papers/tesseract.py        # writes benchmarks/results/papers/tesseract.json: 15 minutes
 
 Ranks are on hosts of their own (`rotorch.bench.hosts`), and their products take FLOPs / rate on a device's clock
 (`rotorch.bench.device_clock`); messages are real. The rate is so low that real computing and other load of the machine
@@ -99,11 +98,21 @@ def grid_bytes(*, side: int, depth: int, tokens: int) -> float:
     return LAYERS * 4 * (activations + weights * WIDTH**2)
 
 
+def crossing_by_formula() -> float:
+    """Tokens per feature from which 2.5-D on 2 x 2 x 2 sends less than 1-D on 8, by the formulas."""
+    per_token = one_d_bytes(num_ranks=8, tokens=1) - (
+        grid_bytes(side=2, depth=2, tokens=1) - grid_bytes(side=2, depth=2, tokens=0)
+    )
+    return grid_bytes(side=2, depth=2, tokens=0) / per_token / WIDTH
+
+
 def phases_of(steps: Sequence[Sequence[StepTime]]) -> dict[str, list[float]]:
     """Seconds of forward, of backward and of both, of each timed step; `steps` are by rank."""
     found: dict[str, list[float]] = {"forward_s_all": [], "backward_s_all": [], "step_s_all": []}
     for step in list(zip(*steps, strict=True))[WARM_UP_STEPS:]:
         start = min(t.start_s for t in step)
+        if any(t.forward_s is None for t in step):
+            raise AssertionError("a rank has no backward, or no device's clock")
         forward, gradients = max(t.forward_s or 0.0 for t in step), max(t.gradients_s for t in step)
         found["forward_s_all"].append(forward - start)
         found["backward_s_all"].append(gradients - forward)
@@ -199,23 +208,22 @@ def crossings(rows: Sequence[Row]) -> dict[str, float | None]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line, measures, and writes the record after each row; 1 if a row's losses are wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--record", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     if reason := why_no_hosts():
         print(f"tesseract: skipped: {reason}")
         return 0
     options.record.parent.mkdir(parents=True, exist_ok=True)
-    kept = json.loads(options.record.read_text("utf-8")) if options.record.exists() else {}
-    record = {**kept, **describe_origin(), "width": WIDTH, "layers": LAYERS, "busy_s": BUSY_S}
-    for name in options.only:
+    record: Row = {**describe_origin(), "width": WIDTH, "layers": LAYERS, "busy_s": BUSY_S}
+    for name, part in PARTS.items():
         found: list[Row] = []
-        for row in PARTS[name]():
+        for row in part():
             found.append(row)
             print(json.dumps({"part": name, **row}), flush=True)
             record[name] = found
             if name == "strong":
                 record |= {"ratios": ratios(found), "crossings": crossings(found)}
+                record["crossing_by_formula"] = crossing_by_formula()
             record["load_average_after"] = load_average()
             options.record.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     wrong = [row for name in PARTS for row in record.get(name, ()) if "invalid" in row]

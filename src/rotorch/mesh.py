@@ -98,7 +98,7 @@ def _check_name(host: str) -> None:
         try:
             socket.getaddrinfo(host, None)
         except (socket.gaierror, UnicodeError) as error:
-            if time.monotonic() < until:
+            if time.monotonic() < until and not isinstance(error, UnicodeError):
                 time.sleep(0.2)
                 continue
             why = error.strerror if isinstance(error, socket.gaierror) else error

@@ -121,7 +121,7 @@ def config_from_dict(
 def first_line(error: BaseException) -> str:
     """The beginning of an error's text, for one-line messages: without a full stop, which follows."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]).rstrip(".") or type(error).__name__
+    return " ".join(lines[:2]).removesuffix(".") or type(error).__name__
 
 
 def causal_lm(config: Any) -> nn.Module:

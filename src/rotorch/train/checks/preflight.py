@@ -157,18 +157,20 @@ def check_run(
             batch=micro_batch_of(config),
             num_micro_batches=sizes.accumulation,
         )
-    _check_optimizer(config, spec)
-    if on_this_machine:
-        check_weights_fit(spec, optimizer=config.optimizer)
-    going_on = None
-    if resume:
-        going_on = find_resume(
-            saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec, source=source
+        _check_optimizer(config, spec)
+        if on_this_machine:
+            check_weights_fit(spec, optimizer=config.optimizer)
+        going_on = None
+        if resume:
+            going_on = find_resume(
+                saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec, source=source
+            )
+        if going_on is not None and not may_be_over:
+            check_goes_on(going_on, train=config.train)
+        check_room(saves_in, spec=spec, keep=config.train.keep, optimizer=config.optimizer)
+        return CheckedRun(
+            config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command, evals
         )
-    if going_on is not None and not may_be_over:
-        check_goes_on(going_on, train=config.train)
-    check_room(saves_in, spec=spec, keep=config.train.keep, optimizer=config.optimizer)
-    return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command, evals)
 
 
 def _on_gpu(config: RunConfig) -> bool:
