@@ -31,22 +31,21 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import zeropp  # noqa: E402
 from links import alone, facts_of  # noqa: E402
-from zeropp import crossing  # noqa: E402
 
 from rotorch.bench.hosts import Hosts, why_no_hosts  # noqa: E402
 from rotorch.bench.rank import StepTime, load_code  # noqa: E402
 from rotorch.bench.ranks import RowRanks  # noqa: E402
 from rotorch.bench.record import describe_origin, load_average  # noqa: E402
 from rotorch.bench.task import Task  # noqa: E402
-from rotorch.run_config import OptimizerSection  # noqa: E402
 
 OUT = HERE.parents[1] / "benchmarks" / "results" / "papers" / "tesseract.json"
 ONE_D, TWO_D, TWO_AND_A_HALF_D = "megatron=8", "ddp=2,summa=2x2", "tesseract=2x2x2"
 STRONG = (ONE_D, TWO_D, TWO_AND_A_HALF_D)
 WEAK = {4: ("megatron=4", "tesseract=2x2x1"), 8: (ONE_D, TWO_AND_A_HALF_D)}
 """Rows by hosts."""
-WIDTH, LAYERS, VOCABULARY = 96, 3, 16
+WIDTH, LAYERS = zeropp.WIDTH, 3
 SIZES = {1.25: (1.0,), 2.5: (1.0,), 5.0: (2.0, 1.0, 0.5), 10.0: (1.0,)}
 """Ratios at each size: tokens of the global batch per feature."""
 WEAK_TOKENS_PER_FEATURE = 0.625
@@ -61,29 +60,8 @@ Row = dict[str, Any]
 
 
 def task_of(*, num_ranks: int, tokens: int) -> Task:
-    """A step on a Llama whose layers have 12 D^2 weights, with one sequence for each rank."""
-    model = {
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 8 * WIDTH // 3,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "use_cache": False,
-    }
-    return Task(
-        name="paper",
-        model=model,
-        vocabulary=VOCABULARY,
-        num_ranks=num_ranks,
-        micro_batch=1,
-        accumulation=1,
-        sequence_length=tokens // num_ranks,
-        optimizer=OptimizerSection(lr=1e-3, clip_norm=0),
-    )
+    """A step with one sequence for each rank."""
+    return zeropp.task_of(layers=LAYERS, tokens=tokens // num_ranks, micro_batches=1, num_ranks=num_ranks, heads=8)
 
 
 def one_d_bytes(*, num_ranks: int, tokens: int) -> float:
@@ -201,7 +179,7 @@ def crossings(rows: Sequence[Row]) -> dict[str, float | None]:
             {row["tokens_per_feature"]: row[key] for row in at_one if row["parallel"] == name}
             for name in (TWO_AND_A_HALF_D, ONE_D)
         )
-        found[key] = crossing(ours, theirs)
+        found[key] = zeropp.crossing(ours, theirs)
     return found
 
 

@@ -102,16 +102,16 @@ AGAIN_AT = (ZEROPP, 36)
 Row = dict[str, Any]
 
 
-def task_of(*, layers: int, tokens: int, micro_batches: int) -> Task:
-    """A step on a Llama whose layers have 12 h^2 weights, as the paper counts them."""
+def task_of(*, layers: int, tokens: int, micro_batches: int, num_ranks: int = RANKS, heads: int = 4) -> Task:
+    """A step on a Llama whose layers have 12 h^2 weights, as the papers count them."""
     model = {
         "model_type": "llama",
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
         "intermediate_size": 8 * WIDTH // 3,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": False,
         "use_cache": False,
@@ -120,7 +120,7 @@ def task_of(*, layers: int, tokens: int, micro_batches: int) -> Task:
         name="paper",
         model=model,
         vocabulary=VOCABULARY,
-        num_ranks=RANKS,
+        num_ranks=num_ranks,
         micro_batch=1,
         accumulation=micro_batches,
         sequence_length=tokens,

@@ -55,8 +55,7 @@ class _GatherWeights(torch.autograd.Function):
         unit: RotatingUnit = ctx.unit
         if unit.whole is not None:
             (grad,) = grads
-            add = _nothing if grad is None else partial(_add, unit, grad)
-            OrderedAdds(unit, add, reaches=grad is not None).go_on()
+            OrderedAdds(unit, partial(_add, unit, grad), reaches=grad is not None).go_on()
             return None, None
         # Gradients only: autograd has the whole weight, so no slice needs to come again.
         for part, visit in unit.visits_of_parts(backward=True, fetch=False):
@@ -64,13 +63,12 @@ class _GatherWeights(torch.autograd.Function):
         return None, None
 
 
-def _nothing(gradient: Tensor, fresh: bool, _: Range) -> None:
-    if fresh:
-        gradient.zero_()
-
-
-def _add(unit: RotatingUnit, whole: Tensor, gradient: Tensor, fresh: bool, part: Range) -> None:
-    """Adds a slice's part of a whole gradient to the slice's gradient."""
+def _add(unit: RotatingUnit, whole: Tensor | None, gradient: Tensor, fresh: bool, part: Range) -> None:
+    """Adds a slice's part of a whole gradient, if there is one, to the slice's gradient."""
+    if whole is None:
+        if fresh:
+            gradient.zero_()
+        return
     cut = unit.slices.weights[0].cut
     if cut is None:
         raise AssertionError(f"{unit.unit.name} is not cut")
