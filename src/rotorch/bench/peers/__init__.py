@@ -151,6 +151,7 @@ PEERS: dict[str, Peer] = {
         about="transformers' DistributedConfig(tp_size=N): tensor parallel by the model's plan, one batch",
         contender="hugging_face:HuggingFace",
         library="transformers",
+        sharded=False,  # a plan may leave weights whole: GPT-NeoX's has nothing about its embedding
         options={"tensor_parallel": True},
     ),
     "deepspeed-zero3": Peer(

@@ -113,5 +113,7 @@ def _load(task: Task, **sizes: Any) -> nn.Module:
         loaded = kind.from_pretrained(
             directory, distributed_config=DistributedConfig(**sizes), dtype=torch.float32, use_safetensors=True
         )
+    if not any(isinstance(parameter, DTensor) for parameter in loaded.parameters()):
+        raise RuntimeError(f"transformers cut no weight for {sizes}: every rank would train alone")
     loaded.config.use_cache = False
     return loaded.double().float().train()
