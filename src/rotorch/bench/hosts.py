@@ -4,7 +4,8 @@
     Three namespaces of Linux: network, UTS and mount. A rank that is forked inside has no other interface than the
     host's, and at the place of shared memory a file system that no other host has; the other files are the machine's.
     Namespaces are a thread's own: the bench's thread goes in, forks, and comes back. It goes to the directory that it
-    was in, as a thread that changes its mounts begins at their root.
+    was in, as a thread that changes its mounts begins at their root; from then on that directory is not shared with
+    the process's other threads.
 
 [Note: links]
     Hosts hang on a switch (a bridge in a network of its own) by pairs of virtual interfaces. Both ends of a pair let
@@ -61,9 +62,9 @@ def why_no_hosts() -> str:
     """Returns the reason why this process cannot make hosts; empty if it can."""
     if sys.platform != "linux":
         return f"namespaces are a thing of Linux, and this is {sys.platform}"
-    for tool in ("ip", "tc"):
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("mount", "util-linux")):
         if shutil.which(tool) is None:
-            return f"there is no {tool} (of iproute2) on PATH"
+            return f"there is no {tool} (of {package}) on PATH"
     try:
         with Hosts(2, bytes_per_s=1e9):
             return ""
@@ -150,8 +151,8 @@ class Hosts:
         return here
 
     def _made(self, name: str) -> _Namespace:
+        call_libc("unshare", _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWNS)
         try:
-            call_libc("unshare", _CLONE_NEWNET | _CLONE_NEWUTS | _CLONE_NEWNS)
             made = self._opened()
             socket.sethostname(name)
         finally:

@@ -49,3 +49,9 @@ def nearest(word: str, *, known: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the closest of `known`, or "" when nothing is close."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+def beginning_of(error: BaseException) -> str:
+    """The beginning of an error's text, for one-line messages: without a full stop, which follows."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]).removesuffix(".") or type(error).__name__

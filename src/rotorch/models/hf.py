@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.errors import ConfigError, beginning_of, nearest
 from rotorch.core.small_files import read_small
 from rotorch.models.configuration import built, check_keys, check_sizes, check_values
 from rotorch.models.gguf import config_of_gguf, find_gguf
@@ -104,24 +104,18 @@ def config_from_dict(
     if model_type not in known:
         raise ConfigError(
             f"model: {source}: transformers knows no model_type {model_type!r}"
-            f"{nearest(str(model_type), known=list(known.keys()))}"
+            f"{nearest(str(model_type), known=list(known.keys())) if model_type else ''}"
         )
     make = known[model_type].from_dict
     check_sizes(values, aliases=getattr(known[model_type], "attribute_map", {}), source=source)
     try:
         config = make(dict(values))
     except Exception as error:
-        raise ConfigError(f"model: {source} is not a valid {model_type} configuration: {first_line(error)}") from None
+        raise ConfigError(f"model: {source} is not a valid {model_type} configuration: {beginning_of(error)}") from None
     if checks_keys:
         check_keys(values, config=config, make=make, source=source, is_own=is_own)
     check_values(config, source=source)
     return config
-
-
-def first_line(error: BaseException) -> str:
-    """The beginning of an error's text, for one-line messages: without a full stop, which follows."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]).removesuffix(".") or type(error).__name__
 
 
 def causal_lm(config: Any) -> nn.Module:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.errors import ConfigError, beginning_of, nearest
 from rotorch.core.quantities import format_bytes
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -348,7 +348,7 @@ def read_json_lines(
                 except json.JSONDecodeError as error:
                     raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
                 except (ValueError, RecursionError) as error:  # a number too long, or nested too deep
-                    raise ConfigError(f"{where}: not valid JSON: {_first_line(error)}") from error
+                    raise ConfigError(f"{where}: not valid JSON: {beginning_of(error)}") from error
                 if not isinstance(record, dict):
                     raise ConfigError(
                         f"{where}: of type {type(record).__name__}; every line must be an object such as {example}"
@@ -366,7 +366,7 @@ def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
     except (ValueError, OSError) as error:
-        raise ConfigError(f"corpus file '{path}': not a readable Parquet file: {_first_line(error)}") from error
+        raise ConfigError(f"corpus file '{path}': not a readable Parquet file: {beginning_of(error)}") from error
     if text_field not in schema.names:
         raise ConfigError(f"corpus file '{path}': {_no_field(text_field, fields=schema.names)}")
     if str(schema.field(text_field).type) not in {"string", "large_string", "string_view"}:
@@ -427,7 +427,7 @@ def read_parquet_rows(
     except (ValueError, OSError, pyarrow.ArrowException) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"corpus file '{path}': not a readable Parquet file: {_first_line(error)}") from error
+        raise ConfigError(f"corpus file '{path}': not a readable Parquet file: {beginning_of(error)}") from error
 
 
 def _text_of(value: object, *, text_field: str, where: str) -> bytes:
@@ -451,7 +451,3 @@ def _nearest_sibling(path: Path) -> str:
         return nearest(path.name, known=[sibling.name for sibling in path.parent.iterdir()])
     except OSError:
         return ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
