@@ -10,7 +10,7 @@ from bench_cases import TINY, assert_origin, children, write_run
 from rich.console import Console
 
 import rotorch.bench.rank as rank_module
-from rotorch.bench.command import BenchOptions, bench, bench_command, exit_code, read_layouts
+from rotorch.bench.command import BenchOptions, bench_command, check_model, exit_code, measure, read_layouts
 from rotorch.bench.contender import UnderLayout, make_contender
 from rotorch.bench.table import render
 from rotorch.bench.wire import HOST, OWN, loopback_bytes, network_of_its_own
@@ -168,7 +168,12 @@ def _one_row_is_broken(how):
 def test_a_bad_row_is_named_and_the_others_stay(task, monkeypatch, how, field, code):
     monkeypatch.setattr(rank_module, "make_contender", _one_row_is_broken(how))
     layouts, _ = read_layouts(["ddp=2", "fsdp=2"], nproc=2)
-    record = bench(task, layouts=layouts, options=BenchOptions(rounds=1, steps=3, process_memory=False))
+    record = measure(
+        task,
+        check_model(task, layouts=layouts),
+        layouts=layouts,
+        options=BenchOptions(rounds=1, steps=3, process_memory=False),
+    )
     good, bad = record["rows"]
     assert set(good) >= REQUIRED and not {"error", "invalid"} & set(good)
     assert field in bad

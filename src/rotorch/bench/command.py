@@ -31,6 +31,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.mesh import check_world_size, device_type
 from rotorch.models.describe import describe
+from rotorch.models.held_warnings import held_warnings
 from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
@@ -114,16 +115,19 @@ def bench_command(
     names = [LIMIT, *layouts, *peers]
     parsed = [parse_bar(text, rows=names, processes=options.process_memory) for text in bars]
     _check_options(options, json_file=json_file)
-    task = task_from_run(load_run_config(run, overrides=overrides), name=Path(run).stem, num_ranks=nproc)
-    record = bench(task, layouts=layouts, peers=peers, bars=parsed, options=options, console=console)
+    with held_warnings():
+        task = task_from_run(load_run_config(run, overrides=overrides), name=Path(run).stem, num_ranks=nproc)
+        spec = check_model(task, layouts=layouts, peers=peers)
+    record = measure(task, spec, layouts=layouts, peers=peers, bars=parsed, options=options, console=console)
     console.print(render(record))
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1) + "\n")
     return exit_code(record)
 
 
-def bench(
+def measure(
     task: Task,
+    spec: ModelSpec,
     *,
     layouts: Layouts,
     peers: Sequence[str] = (),
@@ -133,11 +137,20 @@ def bench(
 ) -> dict[str, Any]:
     """Measures `layouts` and `peers` on `task` and returns the record (see `record.py`).
 
+    Args:
+        task: what all rows train.
+        spec: of its model, as `check_model` returns it.
+        layouts: the strategies of each row, by its name.
+        peers: names of other libraries' rows.
+        bars: what must hold.
+        options: settings of the measurement.
+        console: console to print to.
+
     Raises:
-        ConfigError: if a strategy or a peer cannot hold the model; before any rank is started.
+        ConfigError: if virtual time would not see the products; before any rank is started.
     """
     options, origin = options or BenchOptions(), describe_origin()
-    spec = check_model(task, layouts=layouts, peers=peers)
+    _check_virtual_time(task, options)
     load_code(task)
     rows = {LIMIT: Row(LIMIT, task.num_ranks)} | {name: Row(name, num_ranks(s)) for name, s in layouts.items()}
     rows |= {name: Row(name, task.num_ranks, peer=PEERS[name]) for name in peers}
@@ -276,6 +289,18 @@ def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:
         )
     if options.trace_dir is not None and options.trace_dir.exists() and not options.trace_dir.is_dir():
         raise ConfigError(f"bench: trace: {str(options.trace_dir)!r} is a file. Write the path of a directory")
+
+
+def _check_virtual_time(task: Task, options: BenchOptions) -> None:
+    """Raises `ConfigError` where `device_clock.py` does not see products: it sees torch's operators, on CPU."""
+    if options.virtual_s is None:
+        return
+    if task.compile:
+        raise ConfigError(
+            "bench: --virtual-time sees no products of compiled blocks. Leave --compile (train.compile) out"
+        )
+    if device_type(task.device) != "cpu":
+        raise ConfigError("bench: --virtual-time simulates a device on CPU ranks. Write train.device=cpu")
 
 
 def _reference_losses(task: Task, *, options: BenchOptions, advanced: Callable[[str], None]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rotorch.bench.bar import parse_bar
-from rotorch.bench.command import OK, RANK_FAILED, BenchOptions, bench, check_model, exit_code, read_layouts
+from rotorch.bench.command import OK, RANK_FAILED, BenchOptions, check_model, exit_code, measure, read_layouts
 from rotorch.bench.contender import LIMIT
 from rotorch.bench.plot import to_html, to_svg
 from rotorch.bench.suite import Case, load_suite, read_result, select
@@ -20,6 +20,7 @@ from rotorch.bench.summary import to_markdown
 from rotorch.bench.table import render
 from rotorch.bench.task import task_from_run
 from rotorch.core.errors import ConfigError
+from rotorch.models.held_warnings import held_warnings
 from rotorch.run_config import load_run_config
 
 
@@ -56,13 +57,12 @@ def suite_command(
     console = console or Console()
     every = load_suite(suite, rounds=rounds, steps=steps)
     chosen = select(every, patterns=cases)
-    for case in chosen:
-        _prepare(case)
+    prepared = [_prepare(case) for case in chosen]
     for line in sorted({line for case in chosen for line in case.missing}):
         console.print(Text(f"left out: {line}", style="yellow"))
     out.mkdir(parents=True, exist_ok=True)
     code = OK
-    for number, case in enumerate(chosen, start=1):
+    for number, (case, checked) in enumerate(zip(chosen, prepared, strict=True), start=1):
         head, file, key = f"{number}/{len(chosen)} {case.name}", out / f"{case.name}.json", case.key()
         record = read_result(file)
         if record is not None and record["suite"]["key"] == key and not again:
@@ -74,7 +74,7 @@ def suite_command(
         rows = len(case.rows.parallel) + len(case.rows.peers) + 1
         console.print(Text(f"{head}: {rows} rows, {case.rows.rounds} rounds of {case.rows.steps} steps"))
         started = time.monotonic()
-        record = _measure(case, console=console) | {"suite": {"case": case.name, "key": key}}
+        record = _measure(case, checked, console=console) | {"suite": {"case": case.name, "key": key}}
         console.print(render(record))
         console.print(Text(f"{head}: {time.monotonic() - started:.0f} s, {file}"))
         code = max(code, exit_code(record))
@@ -101,22 +101,26 @@ def list_cases(suite: str | Path, *, out: Path, console: Console | None = None) 
         console.print(Text(f"{case.name:<36} {state}".rstrip()))
 
 
-def _prepare(case: Case) -> Any:
-    """Raises `ConfigError` for what can be known to be wrong with a case before it runs."""
+@held_warnings()
+def _prepare(case: Case) -> dict[str, Any]:
+    """Arguments of `measure` for a case.
+
+    Raises:
+        ConfigError: for what can be known to be wrong with it before it runs.
+    """
     layouts, nproc = read_layouts(case.rows.parallel, peers=case.rows.peers, nproc=case.nproc)
     names = [LIMIT, *layouts, *case.rows.peers]
     bars = [parse_bar(text, rows=names, processes=case.rows.process_memory) for text in case.rows.bars]
     run = load_run_config(case.run, overrides=case.overrides)
     task = task_from_run(run, name=case.run.stem, num_ranks=nproc)
-    check_model(task, layouts=layouts, peers=case.rows.peers)
-    return layouts, bars, task
+    spec = check_model(task, layouts=layouts, peers=case.rows.peers)
+    return {"task": task, "spec": spec, "layouts": layouts, "bars": bars, "peers": case.rows.peers}
 
 
-def _measure(case: Case, *, console: Console) -> dict[str, Any]:
-    layouts, bars, task = _prepare(case)
+def _measure(case: Case, checked: Mapping[str, Any], *, console: Console) -> dict[str, Any]:
     rows = case.rows
     options = BenchOptions(rounds=rows.rounds, steps=rows.steps, process_memory=rows.process_memory)
-    return bench(task, layouts=layouts, peers=rows.peers, bars=bars, options=options, console=console)
+    return measure(**checked, options=options, console=console)
 
 
 def _summarise(cases: Sequence[Case], *, out: Path, name: str) -> None:

@@ -17,6 +17,7 @@ from rotorch.core.phase_line import tell_phase
 from rotorch.core.precision import Precision, as_precision, copies_itemsize, dtype_of_passes
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.core.spec import ModelSpec
+from rotorch.models.held_warnings import held_warnings
 from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.known_models import KnownModel, known_file
 from rotorch.planner.memory import Traced
@@ -132,7 +133,9 @@ def task_of(
         file = known_file(model, tokens=batch.tokens, precision=precision, context=context) if keeps else None
         found = None if file is None else file.read()
         if found is None:
-            found = _traced(model, batch=batch, precision=precision, context=context)
+            tell_phase("loading torch")
+            with held_warnings():
+                found = _traced(model, batch=batch, precision=precision, context=context)
             if file is not None:
                 file.write(found)
         return found.spec.with_copies(copies_itemsize(precision)), found.traced
@@ -152,7 +155,6 @@ def task_of(
 
 def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision, context: int) -> KnownModel:
     """The model, and its passes of whole sequences, or of the parts that `context` ranks have of one."""
-    tell_phase("loading torch")
     from transformers.initialization import no_init_weights
 
     from rotorch.bench.traced_memory import trace_memory, traced_parts

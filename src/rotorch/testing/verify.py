@@ -31,6 +31,7 @@ from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
 from rotorch.mesh import check_world_size
 from rotorch.models.describe import describe
+from rotorch.models.held_warnings import held_warnings
 from rotorch.models.trial.causality import why_not_trained
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import check_context_loss, load_step_code, parallelize
@@ -142,6 +143,7 @@ class VerifyReport:
         return asdict(self)
 
 
+@held_warnings()
 def verify(
     model_path: str,
     *,
