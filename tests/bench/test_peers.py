@@ -3,14 +3,17 @@ import io
 import json
 
 import pytest
+import transformers
 from bench_cases import TINY, write_run
 from rich.console import Console
 
 import rotorch.bench.peers as peers_module
-from rotorch.bench.command import BenchOptions, bench, bench_command, exit_code, read_layouts
+from rotorch.bench import command
+from rotorch.bench.command import BenchOptions, bench_command, check_model, exit_code, read_layouts
 from rotorch.bench.contender import PlainLoop, whole_model
 from rotorch.bench.gate import judge, judge_sharding, may_hold
 from rotorch.bench.peers import PEERS, Peer, find_peer, help_text
+from rotorch.bench.peers.hugging_face import _check_cut
 from rotorch.bench.peers.tensor_parallel import TensorParallel, parallel_styles
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
@@ -40,7 +43,8 @@ OF_OTHERS = [name for name, peer in PEERS.items() if peer.library != "torch" and
 
 def measure(task, peers, *, parallel=()):
     layouts, _ = read_layouts(parallel, peers=peers, nproc=task.num_ranks)
-    record = bench(task, layouts=layouts, peers=peers, options=ONCE)
+    spec = check_model(task, layouts=layouts, peers=peers)
+    record = command.measure(task, spec, layouts=layouts, peers=peers, options=ONCE)
     return record, {row["parallel"]: row for row in record["rows"]}
 
 
@@ -136,6 +140,19 @@ def test_gpt_models_on_four_ranks(task, accumulation):
     record, rows = measure(task, ["torch-ddp", "fsdp2-per-weight", "tp", "hf-tp"])
     assert exit_code(record) == 0
     assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
+
+
+def test_a_plan_that_leaves_weights_out_leaves_them_whole(task, monkeypatch):
+    """GPT-NeoX's says nothing of the embedding; what it names and is not cut ends the row."""
+    record, rows = measure(dataclasses.replace(task, model=GPT), ["tp", "hf-tp"])
+    assert exit_code(record) == 0, record
+    assert rows["hf-tp"]["loss_max_rel_err"] < 1e-5
+    embedding = GPT["vocab_size"] * GPT["hidden_size"]
+    held = {name: sum(rows[name]["weight_elements_by_rank"]) for name in ("tp", "hf-tp")}
+    assert held["hf-tp"] - held["tp"] == pytest.approx(embedding, rel=0.2)
+    module = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**GPT))
+    with pytest.raises(RuntimeError, match=r"left whole .*: gpt_neox\.layers\.0\.attention\.query_key_value\.weight, "):
+        _check_cut(module)
 
 
 def test_torchs_pipelines_train_as_one_process(task):

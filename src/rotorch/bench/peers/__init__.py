@@ -151,7 +151,7 @@ PEERS: dict[str, Peer] = {
         about="transformers' DistributedConfig(tp_size=N): tensor parallel by the model's plan, one batch",
         contender="hugging_face:HuggingFace",
         library="transformers",
-        sharded=False,  # a plan may leave weights whole: GPT-NeoX's has nothing about its embedding
+        sharded=False,  # by its plan only, which it checks itself: GPT-NeoX's leaves out the embedding
         options={"tensor_parallel": True},
     ),
     "deepspeed-zero3": Peer(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -98,6 +99,19 @@ def _split_groups(optimizer: torch.optim.Optimizer) -> None:
     ]
 
 
+def _check_cut(module: Any) -> None:
+    """Raises `RuntimeError` for a matrix that the model's plan cuts and every rank has whole."""
+    whole = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.dim() > 1
+        and not isinstance(parameter, DTensor)
+        and any(fnmatchcase(name.removesuffix(".weight"), pattern) for pattern in module.tp_plan)
+    ]
+    if whole:
+        raise RuntimeError(f"transformers left whole what its plan for tensor parallelism cuts: {', '.join(whole)}")
+
+
 def _load(task: Task, **sizes: Any) -> nn.Module:
     """See [Note: from_pretrained]."""
     from transformers.distributed import DistributedConfig
@@ -113,7 +127,7 @@ def _load(task: Task, **sizes: Any) -> nn.Module:
         loaded = kind.from_pretrained(
             directory, distributed_config=DistributedConfig(**sizes), dtype=torch.float32, use_safetensors=True
         )
-    if not any(isinstance(parameter, DTensor) for parameter in loaded.parameters()):
-        raise RuntimeError(f"transformers cut no weight for {sizes}: every rank would train alone")
+    if "tp_size" in sizes:
+        _check_cut(loaded)
     loaded.config.use_cache = False
     return loaded.double().float().train()
