@@ -16,14 +16,15 @@ from rotorch._torch_private import default_store, flat_group, group_timeout, set
 from rotorch.comm.agreement import Agreement, Disagreement, Table
 from rotorch.comm.fresh_store import fresh_store
 from rotorch.core.errors import ConfigError
+from rotorch.core.phase_line import tell_phase
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import context_ranks, format_parallel, num_ranks
 
 _LEAVES_WITHIN_S = 30.0
 """Seconds that a rank which differs from others waits for all of them to read the verdict."""
 
-_NAME_S = 10.0
-"""Seconds in which the name of rank 0's host must get an address."""
+_NAME_S = 60.0
+"""Most seconds in which the name of rank 0's host must get an address."""
 
 
 def device_type(name: str = "auto") -> str:
@@ -54,9 +55,10 @@ def check_world_size(strategies: Sequence[Strategy], *, world_size: int) -> None
     """Raises `ConfigError` unless the strategies' sizes multiply to `world_size`."""
     needed = num_ranks(strategies)
     if needed != world_size:
-        sizes = " x ".join(str(size) for s in strategies for size in s.axes.values())
+        sizes = [str(size) for s in strategies for size in s.axes.values()]
+        product = f"{' x '.join(sizes)} = {needed}" if len(sizes) > 1 else str(needed)
         raise ConfigError(
-            f"parallel: '{format_parallel(strategies)}' needs {sizes} = {needed} ranks, but there are {world_size}. "
+            f"parallel: '{format_parallel(strategies)}' needs {product} ranks, but there are {world_size}. "
             f"Start {needed} ranks (--nproc {needed}), or write sizes that multiply to {world_size}"
         )
 
@@ -71,7 +73,7 @@ def find_store(*, timeout_s: float) -> dist.Store:
         RankFailure: a rank of torchrun's did not come.
         RuntimeError: nobody serves the store, or this process cannot.
     """
-    _check_name(os.environ["MASTER_ADDR"])
+    _check_name(os.environ["MASTER_ADDR"], timeout_s=min(timeout_s, _NAME_S))
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -88,17 +90,19 @@ def find_store(*, timeout_s: float) -> dist.Store:
     )
 
 
-def _check_name(host: str) -> None:
-    """Raises `ConfigError` for a host that nobody knows, where torch would ask for it until its timeout.
+def _check_name(host: str, *, timeout_s: float) -> None:
+    """Raises `ConfigError` for a host that nobody knows, where torch would ask for it until its own timeout.
 
-    Asks for a few seconds: a host that has just been started may still get its name.
+    A host that has just been started may get its name late. Name servers keep a failed look-up for a while, Kubernetes'
+    for half a minute. A resolver that does not answer has limits of its own.
     """
-    until = time.monotonic() + _NAME_S
+    until = time.monotonic() + timeout_s
     while True:
         try:
             socket.getaddrinfo(host, None)
         except (socket.gaierror, UnicodeError) as error:
             if time.monotonic() < until and not isinstance(error, UnicodeError):
+                tell_phase(f"asking for the address of {host}")
                 time.sleep(0.2)
                 continue
             why = error.strerror if isinstance(error, socket.gaierror) else error
@@ -106,6 +110,7 @@ def _check_name(host: str) -> None:
                 f"MASTER_ADDR={host!r} has no address on this host: {why}. Write the name or address of rank 0's "
                 "host, as other hosts know it"
             ) from None
+        tell_phase()
         return
 
 

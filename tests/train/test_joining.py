@@ -15,7 +15,7 @@ from rotorch import mesh
 from rotorch.comm.agreement import describe_differences
 from rotorch.run_config import _known_keys, load_run_config
 from rotorch.train.launch import joining
-from rotorch.train.launch.joining import PER_HOST, flat, job_rank, rank_settings, versions
+from rotorch.train.launch.joining import PER_HOST, flat, job_rank, published_files, rank_settings, versions
 from rotorch.train.metrics import read_metrics
 
 DIGESTS = {
@@ -176,6 +176,33 @@ def test_any_one_key_of_a_run_is_named(tmp_path, key):
         assert f"{next(iter(differing))} is " in describe_differences(tables[0], {1: differing})
 
 
+OF_OTHER_TYPES = {
+    "data.mixture": "{'text.txt'=1.0}",
+    "data.suffixes": "['.rst']",
+    "evals": "[]",
+    "model.config": "{model_type='llama'}",
+    "train.accumulation": "1",
+    "train.global_batch": "4",
+}
+"""Other values of keys that are None, or whose value is a table."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in {*PER_HOST, "parallel.layout"}])
+def test_ranks_that_differ_in_any_one_key_both_name_it(ranks, tmp_path, key):
+    """By the comparison or, where the other value alone is wrong, in the words of the rank that has it.
+
+    `parallel.layout` is among the few above: here all ranks have an option of it.
+    """
+    section, name = key.split(".")
+    mine = (load_run_config(write_run(tmp_path)).model_dump(mode="json")[section] or {}).get(name)
+    value = OF_OTHER_TYPES.get(key) or json.dumps(changed(mine))
+    for rank, command in enumerate(ranks([], [f"{key}={value}"])):
+        assert command.code == 2, command.stderr
+        assert said(command).startswith(f"rank {rank} on ") and section in said(command) and name in said(command)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("key", ["rank", "alpha", "dropout", "targets"])
 def test_a_section_that_one_rank_has_is_named(tmp_path, key):
     dumped = load_run_config(write_run(tmp_path), overrides=["lora.rank=4", "lora.alpha=8.0"]).model_dump(mode="json")
@@ -192,6 +219,18 @@ def told(config):
 
 def test_what_may_differ_between_hosts_is_a_key():
     assert set(_known_keys()) >= PER_HOST
+
+
+@pytest.mark.parametrize(
+    ("init", "names"),
+    [("model.gguf", ["model.gguf"]), ("gguf", ["a.gguf"]), ("tensors", ["1.safetensors", "2.safetensors"])],
+)
+def test_files_of_published_weights_are_compared(tmp_path, init, names):
+    for name in ("model.gguf", "gguf/a.gguf", "tensors/2.safetensors", "tensors/1.safetensors", "tensors/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    assert [path.name for path in published_files(tmp_path / init)] == names
+    assert published_files(tmp_path / "random") == []
 
 
 def test_versions_are_those_that_numbers_depend_on():
@@ -252,5 +291,5 @@ def test_a_host_may_still_get_its_name(monkeypatch):
             raise answer
 
     monkeypatch.setattr(socket, "getaddrinfo", ask)
-    mesh._check_name("node-0")
+    mesh._check_name("node-0", timeout_s=30.0)
     assert next(answers, "asked twice") == "asked twice"

@@ -209,8 +209,7 @@ def rank_findings(run: CheckedRun, *, corpus: str) -> dict[str, Any]:
     Of published weights it is names and sizes: to read all bytes of them would take each rank as long as the run needs
     to load its part.
     """
-    init = run.config.model.init
-    files = {path.name: path.stat().st_size for path in sorted(Path(init).glob("*.safetensors"))}
+    files = {path.name: path.stat().st_size for path in published_files(Path(run.config.model.init))}
     model = json.loads(run.model_config.to_json_string(use_diff=False))
     return {
         "parallel.layout, complete": ",".join(map(str, run.strategies)),
@@ -220,6 +219,14 @@ def rank_findings(run: CheckedRun, *, corpus: str) -> dict[str, Any]:
         **flat(model, prefix="model.config."),
         **{f"model.init: bytes of {name}": size for name, size in files.items()},
     }
+
+
+def published_files(init: Path) -> list[Path]:
+    """The files of published weights that `model.init` names; none of weights that are initialised."""
+    from rotorch.models.gguf import find_gguf
+
+    gguf = find_gguf(init)
+    return sorted(init.glob("*.safetensors")) if gguf is None else [gguf]
 
 
 def versions() -> dict[str, str]:
