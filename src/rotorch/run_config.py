@@ -585,7 +585,7 @@ _WRITE = {
     "bool_type": ". Write true or false, without quotes",
     "string_type": '. Write text, in quotes: "..."',
     "string_too_short": ". Write one, or leave the key out",
-    "tuple_type": '. Write a list: ["..."], or [0.9, 0.95]',
+    "tuple_type": ". Write a list, in brackets",
     "finite_number": ". Write a number",
     "model_type": ". Write a table of keys: [section], and key = value below it",
 }

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from textwrap import shorten
 from typing import Any
 
 from torch import nn
@@ -234,11 +235,11 @@ def built(build: Callable[[], nn.Module], *, config: Any) -> nn.Module:
         key = _key_of(error, config=config)
         raise ConfigError(
             f"model: transformers cannot build this {config.model_type}{f' with {key}' if key else ''}: "
-            f"{words[:_MOST_WORDS]}. Write another value in its configuration"
+            f"{shorten(words, _MOST_CHARACTERS, placeholder=' ...')}. Write another value in its configuration"
         ) from error
 
 
-_MOST_WORDS = 300
+_MOST_CHARACTERS = 300
 
 
 def _key_of(error: Exception, *, config: Any) -> str:
