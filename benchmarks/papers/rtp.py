@@ -317,7 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps({"part": name, **row}), flush=True)
         # After each part: a later one that does not fit into this machine's address space costs the others nothing.
         kept = json.loads(options.record.read_text("utf-8")) if options.record.exists() else {}
-        record = {**kept, **describe_origin(), "ranks": RANKS, name: found}
+        origin = describe_origin()
+        commits = {**kept.get("commits", {}), name: origin["commit"]}  # parts may be of several runs
+        record = {**kept, **origin, "commits": commits, "ranks": RANKS, name: found}
         options.record.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return 0
 
