@@ -13,10 +13,10 @@ from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.testing.ranks import run_ranks
 
 
-def make(timeout_s=60.0):
+def make(timeout_s=60.0, transport="auto"):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("row",))
     if timeout_s == 60.0:
-        return make_axis_group(mesh, "row", transport="auto", device=torch.device("cpu"))
+        return make_axis_group(mesh, "row", transport=transport, device=torch.device("cpu"))
     plain = make_axis_group(mesh, "row", transport="messages", device=torch.device("cpu"))
     return SharedAxisGroup(plain, timeout_s=timeout_s)
 
@@ -32,6 +32,11 @@ def everything(axis_group, number, *, size):
     for rank, block in enumerate(axis_group.blocks(of(me, number, shapes[me]), shapes=shapes)):
         if not torch.equal(block, of(rank, number, shapes[rank])):
             yield f"block {rank} of {number}"
+    order = axis_group.from_own
+    own_first = axis_group.blocks(of(me, number, shapes[me]), shapes=shapes, own_first=True)
+    for rank, block in zip(order, own_first, strict=True):
+        if not torch.equal(block, of(rank, number, shapes[rank])):
+            yield f"block {rank} of {number}, from this rank's own on"
     sums = axis_group.sums()
     for target in range(n):
         sums.add(of(me, number + target, shapes[target]), target=target)
@@ -52,8 +57,8 @@ def everything(axis_group, number, *, size):
         yield f"comparison of {number}"
 
 
-def many():
-    axis_group = make()
+def many(transport):
+    axis_group = make(transport=transport)
     problems = []
     for number in range(30):
         if number % 10 == 0:
@@ -63,8 +68,13 @@ def many():
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_operation_gives_what_it_should_over_messages_too(num_ranks):
+    assert run_ranks(many, "messages", num_ranks=num_ranks) == [("messages", [], 0)] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 def test_every_operation_gives_what_it_should(num_ranks):
-    for transport, problems, num_bytes in run_ranks(many, num_ranks=num_ranks):
+    for transport, problems, num_bytes in run_ranks(many, "auto", num_ranks=num_ranks):
         assert transport == "shared_memory" and problems == []
         assert 0 < num_bytes <= 2 * 24576 + (num_ranks - 1) * 24576  # of at most 1803 x 3 floats, in whole pages
 

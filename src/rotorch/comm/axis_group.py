@@ -122,28 +122,48 @@ class AxisGroup:
             for name, of_ranks in shapes.items()
         }
 
-    def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
+    @property
+    def from_own(self) -> list[int]:
+        """All positions, this rank's first."""
+        return [self.position, *(other for other in range(self.size) if other != self.position)]
+
+    def blocks(
+        self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None, own_first: bool = False
+    ) -> Iterator[Tensor]:
         """Yields every rank's block, in the order of positions; while one is in use the next is under way.
 
         Args:
             mine: this rank's block, contiguous.
             shapes: of all their blocks; None if all are like `mine`.
+            own_first: in the order of `from_own`, on all ranks. This rank's block waits for no message; two others may
+                be under way.
         """
+        order: Sequence[int] = self.from_own if own_first else range(self.size)
+        coming: dict[int, tuple[Tensor, Wait]] = {}
+        num_posted = 0
 
-        def send_for(source: int) -> tuple[Tensor, Wait]:
-            block = (
-                mine if source == self.position else mine.new_empty(mine.shape if shapes is None else shapes[source])
-            )
-            return block, self.broadcast(block, source=source)
+        def post(number: int) -> None:
+            # Every rank posts the same broadcasts at the same places, its own among them: collectives of a group must
+            # match, and between two blocks the caller may start others.
+            nonlocal num_posted
+            for source in range(num_posted, min(number, self.size)):
+                like = mine.shape if shapes is None else shapes[source]
+                block = mine if source == self.position else mine.new_empty(like)
+                coming[source] = block, self.broadcast(block, source=source)
+                num_posted += 1
 
-        # Every rank posts the same broadcasts in the same order, its own among them: collectives of a group must match.
-        coming = send_for(0)
-        for source in range(self.size):
-            block, wait = coming
+        for number, source in enumerate(order):
+            if own_first and number == 0:
+                post(2)
+                yield mine
+                continue
+            post(number + 1)
+            block, wait = coming.pop(source)
             wait()
-            if source + 1 < self.size:
-                # Before this block is given out: the next one travels while the caller computes with this one.
-                coming = send_for(source + 1)
+            # Before this block is given out: the next one travels while the caller computes with this one.
+            post(number + 2)
+            if own_first and number == self.size - 1:
+                coming.pop(self.position)[1]()  # nobody comes back after the last block
             yield block
 
     def sums(self) -> Sums:

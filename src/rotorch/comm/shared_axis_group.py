@@ -130,19 +130,22 @@ class SharedAxisGroup(AxisGroup):
                 self._homes[homes[name].data_ptr()] = blocks
         return homes
 
-    def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
+    def blocks(
+        self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None, own_first: bool = False
+    ) -> Iterator[Tensor]:
+        order: Sequence[int] = self.from_own if own_first else range(self.size)
         at_home = self._homes.get(mine.data_ptr())
         if at_home is not None and mine.shape == at_home[self.position].shape:
-            yield from at_home
+            yield from (at_home[source] for source in order)
             return
         sizes = [mine.shape] * self.size if shapes is None else [torch.Size(shape) for shape in shapes]
         with _Operation(self._whole, max(size.numel() for size in sizes) * mine.itemsize) as operation:
             operation.publish(mine, slot=operation.number % 2, reader=0)
-            for source, size in enumerate(sizes):
+            for source in order:
                 if source == self.position:
                     yield mine
                 else:
-                    yield operation.read(source, size, mine.dtype, slot=operation.number % 2, reader=0)
+                    yield operation.read(source, sizes[source], mine.dtype, slot=operation.number % 2, reader=0)
 
     def sums(self) -> Sums:
         return _SharedSums(self._parts, size=self.size, position=self.position)

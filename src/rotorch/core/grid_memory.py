@@ -12,7 +12,7 @@
     weights (`messages_of`). Gathered blocks have no home that others read; over shared memory they go through slots.
 
 [Note: in flight]
-    Over messages the blocks of other ranks are copied, one in use and one under way; of a product's parts for other
+    Over messages the blocks of other ranks are copied, one in use and two under way; of a product's parts for other
     ranks, one is made while one is under way, and this rank's own waits. Over shared memory blocks are read in place,
     and a part is freed as soon as it is in its slot. The peak is the backward of the largest layer, with both kinds of
     blocks and both kinds of parts.
@@ -47,7 +47,7 @@ def in_flight_bytes(
     q = coordinate.size
     if q == 1:
         return 0
-    copies = min(2, q) if shared else min(2, q - 1) + min(3, q)
+    copies = min(2, q) if shared else min(3, q - 1) + min(3, q)
     layers = (_block_bytes(coordinate, w, batch) + _of_activations(coordinate, w, batch)[1] for _, w in products(units))
     return copies * max(layers, default=0)
 

@@ -106,16 +106,21 @@ class _Linear(torch.autograd.Function):
         dy_BO = _flat(grad, ctx.dtype)
         # Partial products of column t belong to the rank there: each is sent off while the next is made.
         dx, dw = grid.across.sums(), grid.down.sums()
-        # Broadcast again: keeping forward's blocks would be q times the memory of this rank's block.
-        weights = grid.down.blocks(weight.detach().to(ctx.dtype).contiguous()) if wants_x else None
-        inputs = grid.across.blocks(_flat(x, ctx.dtype)) if wants_weight else None
+        # Broadcast again: keeping forward's blocks would be q times the memory of this rank's block. Of a product here
+        # one factor is local, so each rank begins with its own blocks, while those of others are on their way. Ranks
+        # that add up a sum have one order: their weights' in a row of the grid, their inputs' in a column.
+        weights = inputs = None
+        if wants_x:
+            weights = grid.down.blocks(weight.detach().to(ctx.dtype).contiguous(), own_first=True)
+        if wants_weight:
+            inputs = grid.across.blocks(_flat(x, ctx.dtype), own_first=True)
         with torch.autocast(x.device.type, enabled=False):
-            for t in range(grid.down.size):
+            for of_weights, of_inputs in zip(grid.down.from_own, grid.across.from_own, strict=True):
                 if weights is not None:
-                    dx.add(torch.mm(dy_BO, next(weights)), target=t)
+                    dx.add(torch.mm(dy_BO, next(weights)), target=of_weights)
                 if inputs is not None:
                     # Summed over ranks in the dtype of weights at rest, not in that of the pass.
-                    dw.add(torch.mm(dy_BO.t(), next(inputs)).to(ctx.grad_dtype), target=t)
+                    dw.add(torch.mm(dy_BO.t(), next(inputs)).to(ctx.grad_dtype), target=of_inputs)
         return (
             None,
             None,

@@ -24,7 +24,7 @@ Layout
 Cost (a layer of P bytes of weights, X of inputs and Y of outputs on this rank's tokens, all per rank: P/q^2 and so on)
     resident   P/q^2, on each of d layers; with `zero` P/(d q^2), optimizer's state alike (ZeRO, arXiv 1910.02054). Then
                a step gathers the blocks once and frees them at its end: P/q^2 more while it lasts, and for gradients.
-    transient  One or two blocks of other ranks' x and w, and two or three parts of gradients of either. Over shared
+    transient  One to three blocks of other ranks' x and w, and two or three parts of gradients of either. Over shared
                memory two parts, and slots that stay: three or more as large as the largest block of each group of
                ranks, and two of up to 4 MiB over the depth.
     sent       Forward (q-1) (x + w) in broadcasts; backward the same again and (q-1) (x + w) in reductions; the sum of
