@@ -9,7 +9,7 @@ embedding to the loss, or to a classifier, which gives whole outputs; so norms s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -118,6 +118,10 @@ class GridModel(SimpleShardedModel, ShardedStages):
         # No two ranks have the same tokens and features, so their random numbers (dropout) must differ.
         with seeded_rng(common_seed(mesh=self._mesh) + self._rank), super().unsharded() as callee:
             yield callee
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        memory = self.shards.memory
+        return memory.last_micro_batch() if last and isinstance(memory, FlatGradients) else nullcontext()
 
     def borrowed_ready(self) -> None:
         barrier(mesh=self._mesh)  # ranks of a column read blocks in homes that another one has received
