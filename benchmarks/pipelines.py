@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from rotorch.bench.bar import parse_bar
-from rotorch.bench.command import DOES_NOT_HOLD, OK, BenchOptions, bench, exit_code, read_layouts
+from rotorch.bench.command import DOES_NOT_HOLD, OK, BenchOptions, check_model, exit_code, measure, read_layouts
 from rotorch.bench.contender import LIMIT
 from rotorch.bench.rank import load_code
 from rotorch.bench.stage_costs import measured_and_predicted_peak, micro_batches_to_measure
@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     bars = [parse_bar(f"{ZEROPP} >= {FASTER} * {PEER}", rows=[LIMIT, *layouts, *PEERS])] if ZEROPP in layouts else []
     options = BenchOptions(rounds=given.rounds, steps=given.steps, process_memory=False)
     console = Console(width=160)
-    record = bench(task, layouts=layouts, peers=PEERS, bars=bars, options=options, console=console)
+    spec = check_model(task, layouts=layouts, peers=PEERS)
+    record = measure(task, spec, layouts=layouts, peers=PEERS, bars=bars, options=options, console=console)
     record["pipelines"] = said = {
         "messages": {row["parallel"]: row.get("messages_by_kind", {}) for row in record["rows"]},
         "condition": condition(task, unit=unit_of(given.micro_batches)),
