@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from rotorch._torch_private import in_backward
 from rotorch.bench.contender import Independent
-from rotorch.bench.tensor_memory import LiveStorages, measure_tensors
+from rotorch.bench.tensor_memory import LiveStorages, _Storage, measure_tensors
 from rotorch.ops.deferred_logits import LOGITS_BLOCK
 from rotorch.shard.storages import SharedMappings, owned_bytes
 from rotorch.testing.ranks import run_ranks
@@ -136,3 +136,24 @@ def test_backward_is_known_from_forward():
     seen.append(in_backward())
     x.sum().backward()
     assert seen == [False, True]
+
+
+class Collected(_Storage):
+    """A storage that another one goes with when it is looked at, as in a run of the garbage collector."""
+
+    alive = None
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if self.alive:
+            self.alive.popitem()
+
+
+def test_storages_may_go_while_a_backward_is_noticed(monkeypatch):
+    live = LiveStorages()
+    with live:
+        x = torch.ones(2, requires_grad=True).mul(2).sum()
+        live._alive |= {-number: Collected(8, made=False) for number in range(3)}
+        monkeypatch.setattr(Collected, "alive", live._alive)
+        x.backward()
+        monkeypatch.setattr(Collected, "alive", None)

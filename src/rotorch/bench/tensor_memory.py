@@ -247,7 +247,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _ordered(self) -> list[tuple[_Storage, int]]:
         """All changes in the order of time; what was found and outlived the step comes first."""
-        lasting = {id(storage) for storage in self._alive.values() if not storage.made}
+        lasting = {id(storage) for storage in tuple(self._alive.values()) if not storage.made}
         first, rest = [], []
         for storage, change in self._changes:
             (first if id(storage) in lasting else rest).append((storage, change))
@@ -257,7 +257,7 @@ class LiveStorages(TorchDispatchMode):
     def _notice_phase(self) -> None:
         backward = in_backward()
         if backward and not self._backward:
-            for storage in self._alive.values():
+            for storage in tuple(self._alive.values()):  # of which the garbage collector may end some meanwhile
                 if storage.in_forward and storage.category == OTHER:
                     storage.category = ACTIVATIONS
                 storage.in_forward = False
