@@ -31,7 +31,9 @@ Cost (a layer of P bytes of weights, X of inputs and Y of outputs on this rank's
                gradients over layers 2 (d-1)/d w, with `zero` half of it for sums of parts and half for gathering. A
                norm sums one number per token (layer norms two), forward and backward; an embedding sends its
                rows where they are asked for; the loss three numbers per token.
-    hides      Blocks for the next step of a product come while this one is computed; the others wait.
+    hides      Blocks for the next step of a product come while this one is computed; in backward, where half of the
+               products need this rank's own blocks only, all of them. Over messages the sum over layers leaves in
+               parts under backward.
 
 Deviations
     Gradients of weights are summed over the depth of the grid; the best-known implementation leaves that out. Attention
