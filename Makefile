@@ -86,7 +86,7 @@ test-oldest: ## the same tests with the oldest torch that is supported, in .venv
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=$(OLDEST)
 
 failures: setup ## write docs/failures.md and docs/bad_inputs.md: what a user sees of each, as its test sees it
-	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import\|import bad_inputs" tests/train/test_*.py)
+	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -rl "failures import\|import bad_inputs" tests --include="test_*.py")
 	@$(BIN)/python -m pytest -q tests/train/test_failure_page.py
 
 reference: setup ## write docs/reference.md, docs/run.schema.json and docs/strategies/ from the code

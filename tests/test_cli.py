@@ -85,7 +85,7 @@ def refused(capsys, directory, *arguments):
         (["--parallel", "rtp=0"], "'rtp=0' needs a positive number of ranks"),
         (["--parallel", "rpt=2"], "unknown strategy 'rpt' (did you mean 'rtp'?)"),
         (["--parallel", "rtp=2,ddp=2"], "cannot be composed"),
-        (["--parallel", "rtp=5", "--nproc", "2"], "needs 5 = 5 ranks, but there are 2"),
+        (["--parallel", "rtp=5", "--nproc", "2"], "needs 5 ranks, but there are 2"),
         (["--parallel", "ddp=2,rtp=2", "--nproc", "3"], "needs 2 x 2 = 4 ranks, but there are 3"),
         (["--nproc", "0"], "write a positive number of ranks"),
         (["--parallel", "rtp=3", "train.global_batch=8"], "batch ranks. Write train.global_batch=6"),

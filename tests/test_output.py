@@ -17,6 +17,7 @@ from rotorch.process.forking import forking
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from commands import rotorch, wait_until, write_run
+from failures import seen
 
 from rotorch.train.checkpoint.directories import latest
 from rotorch.train.metrics import read_metrics
@@ -66,6 +67,17 @@ def test_a_run_goes_on_when_its_output_closes(tmp_path, warm, how):
     end = unread() if how == "nobody reads" else None
     assert code_of(started("train", write_run(tmp_path), "--parallel=ddp=2", out=end, err=end)) == 0
     assert len(read_metrics(tmp_path / "run")) == 6 and latest(tmp_path / "run") is not None
+
+
+def test_a_run_of_which_one_line_is_read_goes_on(tmp_path, warm):
+    reader, writer = os.pipe()
+    pid = started("train", write_run(tmp_path), "--parallel=ddp=2", out=writer, err=writer)
+    os.close(writer)
+    with os.fdopen(reader) as head:
+        line = head.readline()
+    assert code_of(pid) == 0
+    assert len(read_metrics(tmp_path / "run")) == 6 and latest(tmp_path / "run") is not None
+    seen("Nobody reads the output any more", line)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])

@@ -124,7 +124,7 @@ def lone_trainer(directory):
 CASES = {
     "pipeline": "of which each rank of a pipeline has a part (pp)",
     "pipeline in fabric": "of which each rank of a pipeline has a part (pp)",
-    "number of ranks": "needs 2 = 2 ranks, but there are 1",
+    "number of ranks": "needs 2 ranks, but there are 1",
     "precision": "precision='16-true' is not tried under a layout",
     "precision in fabric": "precision='16-true' is not tried under a layout",
     "compile": "torch.compile would trace",

@@ -157,12 +157,26 @@ def test_the_standard_suite_can_be_run():
     assert shapes >= {(m, 2, "512tokens") for m in models} | {(m, 2, "64tokens") for m in models if "h384" in m}
     assert shapes >= {("llama-h384", 4, "512tokens"), ("llama-h384", 4, "64tokens"), ("llama-h512", 4, "512tokens")}
     for case in [*cases, *load_suite(BARS)]:
-        layouts, _, task = _prepare(case)
+        checked = _prepare(case)
+        layouts, task = checked["layouts"], checked["task"]
         assert task.num_ranks == case.nproc and task.micro_batch * task.sequence_length == int(
             case.name.rpartition("-")[2].removesuffix("tokens")
         )
         assert any(name.startswith(f"rtp={case.nproc}") for name in layouts)
         read_layouts(case.rows.parallel, peers=case.rows.peers, nproc=case.nproc)
+
+
+@pytest.mark.parametrize("suite", [STANDARD, BARS], ids=["suite", "bars"])
+def test_the_committed_tables_are_those_of_their_records(suite):
+    out = ROOT / "benchmarks" / "results" / ("bars" if suite == BARS else "")
+    records = {case.name: read_result(out / f"{case.name}.json") for case in load_suite(suite)}
+    assert all(record is not None for record in records.values())
+    assert (out / f"{suite.stem}.md").read_text() == to_markdown(records, missing=[])
+
+
+def test_the_cases_of_the_standard_suite_are_of_one_commit():
+    results = [read_result(ROOT / "benchmarks" / "results" / f"{case.name}.json") for case in load_suite(STANDARD)]
+    assert len({record["commit"] for record in results}) == 1
 
 
 def test_what_must_hold_has_bars_of_speed_and_of_memory():
@@ -236,7 +250,7 @@ def test_files_that_no_suite_wrote_are_no_results(tmp_path, text):
         ("micro_batch = 1 }", "micro_batch = 4 }", "two cases are 'tiny-2ranks-32tokens'"),
         ("rounds = 1", "rounds = ", "not valid TOML"),
         ('"ddp={n}"]', '"ddp={n}"]\npeers = ["fsdp3"]', "unknown peer 'fsdp3'"),
-        ('"ddp={n}"]', '"ddp=3"]', "needs 3 = 3 ranks, but there are 2"),
+        ('"ddp={n}"]', '"ddp=3"]', "needs 3 ranks, but there are 2"),
         ("* limit", "* tp", "no row 'tp'"),
         ("sequence_length = 8", "sequence_length = 64", "longer than the 32 positions"),
         (

@@ -27,14 +27,17 @@ SECTIONS = {
     "Ranks have different libraries": "Numbers depend on these.",
     "One rank refuses to start": "The others hear of it through the store and end with exit code 2, too.",
     "The host of rank 0 has no address": "MASTER_ADDR names a host that this one does not know. Asked for "
-    "during 10 s: a host that has just been started may still get its name. Exit code 2.",
+    "during a minute: a host that has just been started may still get its name. Exit code 2.",
+    "Given weights are not finite": "Found by a rank that loads them. Exit code 2, and no run is begun.",
     "Shared memory is full": "Or small, as a container's is by default. Ranks of one host exchange messages then.",
     "Shared memory is full, and was asked for": "By `transport=shared_memory`. Exit code 2.",
     "A second run in the same directory": "Also with `--resume`, or with the same directory of checkpoints. Exit code "
     "2; the first run's files stay as they are. The lock of a run that was killed blocks nobody.",
     "A run without a checkpoint is resumed": "It begins anew, and the metrics that are there are kept.",
-    "The run's directory was taken by another run": "Removed while the run went on, and used by another one since. A "
-    "directory that was only removed is made again.",
+    "The run's directory is removed": "While the run goes on: it is made again, with all metrics. Exit code 0.",
+    "The run's directory was taken by another run": "Removed while the run went on, and used by another one since.",
+    "Nobody reads the output any more": "As with `| head -1`, which shows this line. Nothing is said: the run goes on "
+    "to its end. Exit code 0.",
     "Ctrl-C": "SIGTERM (exit code 143) and SIGHUP (129) do the same: the step is finished, and a checkpoint written. "
     "Exit code 130.",
     "Ctrl-C twice": "Ends at once, without a checkpoint.",
@@ -48,6 +51,7 @@ SECTIONS = {
     "is, whom it waits for and since when, with its Python stack and what torch has recorded of its collectives.",
     "A rank runs out of memory": "The names are those of the memory ledger of `rotorch bench`. What is missing counts "
     "what will be there later, too: gradients, and the optimizer's state before its first step.",
+    "A rank runs out of memory in a save": "The names are those of the memory ledger.",
     "The loss is not finite": "The batch has gone forward a second time, to find where it began. `train.on_nonfinite` "
     "decides whether the run stops, skips the batch, or goes back to its last checkpoint.",
     "A batch is skipped": "With `train.on_nonfinite = \"skip\"`; ten in a row end the run.",

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -206,29 +207,42 @@ def test_a_rank_that_hangs_is_missed(started, tmp_path):
     assert command.left() == []
 
 
-def test_a_run_without_room_in_shared_memory_sends_messages(run_toml, tmp_path, monkeypatch):
-    fill_shared_memory(tmp_path, monkeypatch)
+@pytest.fixture(params=["said", "mounted"])
+def no_room(request, tmp_path, monkeypatch):
+    """Shared memory of 16 KiB, as a container's may be: a file system, or the system's word for one that is full."""
+    if request.param == "said":
+        monkeypatch.setattr(os, "posix_fallocate", without_room)
+        monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+        yield
+        return
+    (place := tmp_path / "shm").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system can be mounted here: {getattr(error, 'stderr', error)}")
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(place))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def without_room(file, offset, size):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_run_without_room_in_shared_memory_sends_messages(run_toml, tmp_path, no_room):
     command = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2")
     assert command.code == 0 and len(read_metrics(tmp_path / "run")) == 6
     (line,) = [line for line in (command.stdout + command.stderr).splitlines() if "free of" in line]
     seen("Shared memory is full", line, instead=ROOM)
 
 
-def test_a_run_that_must_have_shared_memory_is_refused_without_room(run_toml, tmp_path, monkeypatch):
-    fill_shared_memory(tmp_path, monkeypatch)
+def test_a_run_that_must_have_shared_memory_is_refused_without_room(run_toml, tmp_path, no_room):
     command = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2[transport=shared_memory]")
     assert command.code == 2 and "Traceback" not in command.stderr
     seen("Shared memory is full, and was asked for", command.stderr, instead=ROOM)
-
-
-def fill_shared_memory(directory, monkeypatch):
-    """As with a /dev/shm of 16 KiB."""
-
-    def without_room(file, offset, size):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", without_room)
-    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(directory))
 
 
 ROOM = {r"into \S+ \(.*? free of .*?\)": "into /dev/shm (16.0 KiB free of 16.0 KiB)"}

@@ -213,6 +213,31 @@ def test_a_save_behind_the_run_says_what_its_copies_take(tmp_path, warm, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+def test_a_save_without_address_space_says_what_it_has(tmp_path, warm, monkeypatch):
+    write = storage.write_safetensors
+
+    def limited(*args):
+        if os.environ["RANK"] == "1":
+            limit = psutil.Process().memory_info().vms + MIB
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+            torch.empty(64 * MIB, dtype=torch.uint8)  # as for a copy of what is written
+        return write(*args)
+
+    monkeypatch.setattr(storage, "write_safetensors", limited)
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=rtp=2", "train.checkpoint_every=2")
+    assert done.code == 3
+    assert re.search(
+        r"rank 1 failed in step 2, writing a checkpoint: out of memory: 64\.0 MiB more were asked for by a save, and "
+        r"[\d.]+ (KiB|MiB|B) of this process's address space \(ulimit -v\) are left\.",
+        done.stderr,
+    ), done.stderr
+    assert "about 0 B" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    seen(
+        "A rank runs out of memory in a save", done.stderr, instead={r"\(rank 0 was [^)]*\)": "(rank 0 was in step 2)"}
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
 def test_a_rank_without_memory_says_what_it_has(tmp_path, warm, monkeypatch):
     read = loop.read_batches
 

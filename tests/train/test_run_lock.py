@@ -201,6 +201,7 @@ def test_a_directory_that_is_removed_while_a_run_writes_there_is_made_again(tmp_
     assert [record["step"] for record in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
     assert {path.name for path in out.iterdir()} == {METRICS, "checkpoints", "run.json"}
     assert len(list((out / "checkpoints").iterdir())) == 2
+    seen("The run's directory is removed", done.stderr, instead=ELSEWHERE)
 
 
 def test_a_directory_that_became_another_run_s_is_left_alone(tmp_path, warm, monkeypatch):
