@@ -55,3 +55,17 @@ def test_errors_of_peaks_are_the_records(name, said):
     text = re.search(said + r" the error is ([\d.]+) % in the mean, ([\d.]+) % at\s+most", PAGE)
     mean = 100 * sum(errors) / len(errors)
     assert text.groups() == (str(len(errors)), f"{mean:.2f}", f"{100 * max(errors):.1f}")
+
+
+def test_orders_of_layouts_are_the_record_s():
+    orders = record("planner-bench.json")["orders"]
+    taus, regrets = [order["tau"] for order in orders], sorted(order["regret"] for order in orders)
+    text = re.search(
+        r"Kendall's tau is ([\d.]+) to ([\d.]+), ([\d.]+) in the\s+mean; .* and ([\d.]+) % slower in one", PAGE
+    )
+    assert text.groups() == (
+        f"{min(taus):.1f}", f"{max(taus):.1f}", f"{sum(taus) / len(taus):.2f}", f"{100 * regrets[-1]:.1f}"
+    )  # fmt: skip
+    assert (
+        len(orders) == 10 and "in the ten benches" in PAGE and regrets[-2] == 0.0 and "fastest layout in nine" in PAGE
+    )
