@@ -64,6 +64,7 @@ from rotorch.train.checkpoint.manifest import (
 )
 from rotorch.train.checkpoint.storage import CheckpointWriter, ChunksSavePlanner, _Stored
 from rotorch.train.checks.dry_run import dry_run
+from rotorch.train.checks.preflight import CheckedRun
 from rotorch.train.launch.exit_status import ProcessExit, explain
 from rotorch.train.launch.failure_report import write_report
 from rotorch.train.launch.joining import rank_settings
@@ -259,19 +260,23 @@ def dry(spec: ModelSpec, layout: str) -> Counts:
     return {"ranks": len(found["ranks"]), "kinds_of_ranks": len({json.dumps({**r, "rank": 0}) for r in found["ranks"]})}
 
 
-def run_of(spec: ModelSpec, layout: str, *, manifest: Manifest) -> Any:
+def run_of(spec: ModelSpec, layout: str, *, manifest: Manifest) -> CheckedRun:
     """The parts of a checked run that a dry run reads."""
     config = RunConfig.model_validate(
         {"model": {"config": "70b.json"}, "train": {"out": "runs/70b", "steps": 1, "device": "cpu"}}
     )
-    strategies = parse_parallel(layout)
-    return SimpleNamespace(
+    nothing: Any = None
+    return CheckedRun(
         config=config,
-        strategies=strategies,
-        num_ranks=num_ranks(strategies),
-        spec=spec,
+        strategies=parse_parallel(layout),
+        sizes=nothing,
         model_config=config_from_dict(MODEL, source="a 70B"),
-        resume=SimpleNamespace(checkpoint="step-00000001", manifest=manifest),
+        spec=spec,
+        source=nothing,
+        out=Path(config.train.out),
+        saves_in=Path(config.train.out),
+        resume=SimpleNamespace(checkpoint="step-00000001", manifest=manifest),  # type: ignore[arg-type]
+        command="",
     )
 
 

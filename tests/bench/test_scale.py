@@ -66,6 +66,12 @@ def test_replicas_save_equal_shares():
     assert max(sizes) <= 2 * sum(sizes) / len(sizes)  # the table is half of the model, and stays in one piece
 
 
+def test_a_dry_run_says_little_more_of_more_replicas():
+    few, many = (scale.dry(scale.shapes(), f"ddp={n},rtp=8") for n in (2, 16))
+    assert (few["ranks"], many["ranks"]) == (16, 128)
+    assert few["kinds_of_ranks"] == many["kinds_of_ranks"]
+
+
 def test_a_failure_is_told_in_a_line_that_does_not_grow():
     few, many = (scale.status_and_failure(spec(), f"ddp={n},rtp=8") for n in (8, 32))
     for what in ("line_characters", "hang_characters"):
