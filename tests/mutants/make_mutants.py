@@ -14,7 +14,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mutant_changes import Mutant, OnceSurvived, sample, subjects
@@ -32,6 +32,8 @@ OUTCOMES = Path(__file__).with_name("outcomes.jsonl")
 COUNT, SEED = 200, 0
 PAGE, REASONS = ROOT / "docs" / "mutants.md", Path(__file__).with_name("reasons.toml")
 NAMED, ONCE = Path(__file__).with_name("named.toml"), Path(__file__).with_name("once.toml")
+ONCE_OUTCOMES = ONCE.with_suffix(".jsonl")
+"""Of the changes of `once.toml`, the last time that all of them were noticed."""
 
 FILE_LIMIT_S = 600.0  # for a test file as it is; what it has not done by then is not asked
 SLACK_S, SLOWER = 60.0, 10.0  # a mutant's tests may take so many times what they took, and so much more
@@ -184,6 +186,10 @@ def main() -> int:
     parser.add_argument("--once", action="store_true", help="run only changes that survived before (once.toml)")
     options = parser.parse_args()
     if options.once:
+        unused = [k for k, v in vars(options).items() if k not in ("once", "jobs") and v != parser.get_default(k)]
+        if unused:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+            parser.error(f"--once runs all changes of once.toml. Leave out {names}")
         return _run_once(jobs=options.jobs)
     CACHE.mkdir(exist_ok=True)
     is_usual = (options.count, options.seed) == (COUNT, SEED)
@@ -206,7 +212,7 @@ def main() -> int:
     outcomes.write_text("".join(json.dumps(fields) + "\n" for fields in kept), "utf-8")
     found = [Outcome(**fields) for fields in kept]
     to_come = len(drawn.mutants) - len(found)
-    about.write_text(page(found, seed=options.seed, reasons=reasons(), to_come=to_come, once=once()), "utf-8")
+    about.write_text(_page(found, seed=options.seed, to_come=to_come), "utf-8")
     print(f"{sum(o.is_killed for o in found)} of {len(found)} killed: {about.relative_to(ROOT)}")
     return 1 if to_come else 0
 
@@ -214,16 +220,20 @@ def main() -> int:
 def _run_once(*, jobs: int) -> int:
     """Shows each change of `once.toml` to its test; returns 1 if one is not noticed, else writes the page."""
     steps: dict[Mutant, Step] = {}
+    commit = _commit()  # now: a run takes minutes, and reads the tree as it is when it begins
     for change in once():
         text = (ROOT / change.path).read_text("utf-8")
         steps[change.mutant_of(text)] = shown_to_its_test(change, text)
     preload()
-    unnoticed = [o for o in _run_all(steps, total=len(steps), jobs=jobs) if o.verdict != "killed"]
+    found = [replace(outcome, commit=commit) for outcome in _run_all(steps, total=len(steps), jobs=jobs)]
+    unnoticed = [outcome for outcome in found if outcome.verdict != "killed"]
     print(f"{len(steps) - len(unnoticed)} of {len(steps)} changes that once survived are noticed")
     for outcome in unnoticed:
         why = "does not pass without it either" if outcome.verdict == "unreached" else outcome.verdict
         print(f"{outcome.path}:{outcome.line}: {outcome.after}: {outcome.by}: {why}")
     if not unnoticed:
+        in_order = sorted(found, key=lambda outcome: outcome.key)
+        ONCE_OUTCOMES.write_text("".join(json.dumps(asdict(outcome)) + "\n" for outcome in in_order), "utf-8")
         PAGE.write_text(committed_page(), "utf-8")
     return 1 if unnoticed else 0
 
@@ -231,7 +241,12 @@ def _run_once(*, jobs: int) -> int:
 def committed_page() -> str:
     """The page of the committed outcomes, of whatever state of the source they are."""
     found = [Outcome(**fields) for fields in _lines_of(OUTCOMES)]
-    return page(found, seed=SEED, reasons=reasons(), to_come=COUNT - len(found), once=once())
+    return _page(found, seed=SEED, to_come=COUNT - len(found))
+
+
+def _page(found: Sequence[Outcome], *, seed: int, to_come: int) -> str:
+    noticed = {fields["key"]: fields["commit"] for fields in _lines_of(ONCE_OUTCOMES)}
+    return page(found, seed=seed, reasons=reasons(), to_come=to_come, once=once(), noticed=noticed)
 
 
 def shown_to_its_test(change: OnceSurvived, text: str) -> Step:

@@ -27,7 +27,8 @@ SUBJECTS = (
     "strategies",
     "pipelining",
     "parallel_model.py",
-    *(f"train/{name}.py" for name in ("checkpoint/saving", "checkpoint/manifest", "data/windows", "step", "state")),
+    "train/checkpoint",
+    *(f"train/{name}.py" for name in ("data/windows", "step", "state")),
 )
 """What is changed, below `src/rotorch`."""
 

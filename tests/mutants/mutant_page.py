@@ -77,6 +77,7 @@ def page(
     reasons: Mapping[str, str],
     to_come: int = 0,
     once: Sequence[OnceSurvived] = (),
+    noticed: Mapping[str, str] | None = None,
 ) -> str:
     """The page, in Markdown.
 
@@ -86,6 +87,7 @@ def page(
         reasons: why a mutant survives, by its key.
         to_come: how many of the sample have not been run.
         once: changes that survived before, each with the test that notices it.
+        noticed: commits on which that was last seen, by the changes' keys.
     """
     killed = sum(o.is_killed for o in outcomes)
     late, full = (sum(o.verdict == verdict for o in outcomes) for verdict in ("late", "memory"))
@@ -121,7 +123,10 @@ def page(
         where = f"`{o.path.removeprefix('src/rotorch/')}:{o.line}`"
         lines.append(f"| {where} | {_code(o.before)} | {_code(o.after)} | {o.num_tests} | {why} |")
     if once:
-        lines += [_ABOUT_ONCE, "| change | test that notices it |", "|---|---|"]
+        on = Counter((noticed or {}).values())
+        lines += [_ABOUT_ONCE]
+        lines += [f"Noticed on commit {', '.join(f'{commit} ({n})' for commit, n in on.most_common())}.", ""] * bool(on)
+        lines += ["| change | test that notices it |", "|---|---|"]
     for change in once:
         where = f"`{change.path.removeprefix('src/rotorch/')}`"
         lines.append(f"| {where}: {change.mistake} | {_code(change.test)} |")

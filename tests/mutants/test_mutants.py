@@ -3,10 +3,11 @@
 import ast
 import json
 import os
+import sys
 from dataclasses import replace
 
 import pytest
-from make_mutants import OUTCOMES, PAGE, committed_page, named, once, shown_to_its_test
+from make_mutants import ONCE_OUTCOMES, OUTCOMES, PAGE, committed_page, main, named, once, shown_to_its_test
 from mutant_changes import SUBJECTS, Mutant, OnceSurvived, mutants_of, sample, subjects
 from mutant_page import Outcome, page
 from mutant_runs import Report
@@ -108,7 +109,8 @@ def test_every_subject_is_there(pytestconfig):
         for path in subjects(pytestconfig.rootpath)
     }
     assert {name for name in SUBJECTS if name.endswith(".py")} <= found
-    assert {path.split("/")[0] for path in found} >= {name for name in SUBJECTS if not name.endswith(".py")}
+    folders = {name for name in SUBJECTS if not name.endswith(".py")}
+    assert {folder for folder in folders if any(path.startswith(f"{folder}/") for path in found)} == folders
 
 
 def test_files_are_asked_from_the_most_specific_to_the_widest():
@@ -143,11 +145,13 @@ def is_there(test, root):
 
 
 def test_every_change_that_once_survived_has_its_line_and_its_test(pytestconfig):
-    assert once()
+    seen = {json.loads(line)["key"] for line in ONCE_OUTCOMES.read_text("utf-8").splitlines()}
+    assert len(seen) == len(once()), "run make mutants ARGS=--once"
     for change in once():
         text = (pytestconfig.rootpath / change.path).read_text("utf-8")
         changed = change.mutant_of(text).applied_to(text)
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), change
+        assert change.mutant_of(text).key in seen, "run make mutants ARGS=--once"
         assert "::" in change.test and is_there(change.test, pytestconfig.rootpath), change
 
 
@@ -160,6 +164,13 @@ def test_a_change_that_once_survived_needs_its_line_once():
     for text in ("x += 2\n", "x += 1\nx += 1\n"):
         with pytest.raises(ValueError, match="lines are 'x \\+= 1'"):
             CHANGE.mutant_of(text)
+
+
+def test_options_that_would_change_nothing_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["make_mutants.py", "--once", "--only-page", "--levels", "2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--once runs all changes of once.toml. Leave out --levels, --only-page" in capsys.readouterr().err
 
 
 PASSES = Report(0, {CHANGE.test: 2.0}, [], "", {}, "")
@@ -219,6 +230,7 @@ def test_the_page_says_score_survivors_and_why():
     assert page(rows, seed=5, reasons={}, once=[CHANGE]).endswith(
         "| change | test that notices it |\n|---|---|\n| `core/x.py`: adds nothing | `tests/test_x.py::test_x` |\n"
     )
+    assert "Noticed on commit abc (1)." in page(rows, seed=5, reasons={}, once=[CHANGE], noticed={"x": "abc"})
 
 
 SUM = "def add(a, b):\n    return a + b\n"
