@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -265,19 +265,9 @@ def run_of(spec: ModelSpec, layout: str, *, manifest: Manifest) -> CheckedRun:
     config = RunConfig.model_validate(
         {"model": {"config": "70b.json"}, "train": {"out": "runs/70b", "steps": 1, "device": "cpu"}}
     )
-    nothing: Any = None
-    return CheckedRun(
-        config=config,
-        strategies=parse_parallel(layout),
-        sizes=nothing,
-        model_config=config_from_dict(MODEL, source="a 70B"),
-        spec=spec,
-        source=nothing,
-        out=Path(config.train.out),
-        saves_in=Path(config.train.out),
-        resume=SimpleNamespace(checkpoint="step-00000001", manifest=manifest),  # type: ignore[arg-type]
-        command="",
-    )
+    nothing, out = cast(Any, None), Path(config.train.out)
+    model, resume = config_from_dict(MODEL, source="a 70B"), SimpleNamespace(checkpoint="step-1", manifest=manifest)
+    return CheckedRun(config, parse_parallel(layout), nothing, model, spec, nothing, out, out, cast(Any, resume), "")
 
 
 def manifest_of(spec: ModelSpec, layout: str) -> Manifest:
