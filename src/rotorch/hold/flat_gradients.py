@@ -142,8 +142,9 @@ class FlatGradients(Memory):
         if not self._is_last:
             return
         self._added[name] += 1
-        expected = self._expected
-        for part in self._parts if expected is not None else ():
+        if (expected := self._expected) is None:
+            return
+        for part in self._parts:
             if part.versions is None:
                 if not all(0 < expected[each] <= self._added[each] for each in part.names):
                     return
