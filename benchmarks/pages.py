@@ -80,8 +80,8 @@ def grids(read: Callable[[str], Record]) -> list[str]:
             ]
             lines.append(f"| an MLP: {shown} | {' | '.join(map(two_digits, found))} |")
     verdicts = [
-        f"Against {shown} a grid over messages is {verdict(found[2])} in forward and {verdict(found[3])} in backward "
-        f"(over shared memory {verdict(found[0])} and {verdict(found[1])})."
+        f"Against {shown} a grid over messages is {verdict(found[2])} in forward and {verdict(found[3])} in backward; "
+        f"over shared memory it is {verdict(found[0])} in forward, and {verdict(found[1])} in backward."
         for shown, found in peers.items()
     ]
     return [*lines, "", *wrapped([*verdicts, origin_of(models, "The first part"), origin_of(products, "The MLP")])]
@@ -254,7 +254,7 @@ def rtp_building(read: Callable[[str], Record]) -> list[str]:
     lines = table_head("a rank's part of GPT-2 355M", "held in the end", "most while building")
     for row in record["building"]:
         lines.append(f"| {row['way']} | {mebibytes(row['held_bytes'])} | {mebibytes(row['peak_bytes'])} |")
-    return [*lines, "", *wrapped([origin_of(record, "All of this")])]
+    return [*lines, "", *wrapped([origin_of(record, "All of this"), *others_of(record)])]
 
 
 def zeropp_bubbles(read: Callable[[str], Record]) -> list[str]:
@@ -411,6 +411,12 @@ def origin_of(record: Record, what: str = "") -> str:
     """Commit, date and load of a record of something."""
     commit, load = record["commit"][:10], record["machine"]["load_average"][0]
     return f"{what or 'This'} was measured at commit {commit}, on {record['date'][:10]}, load before {load}."
+
+
+def others_of(record: Record) -> list[str]:
+    """The parts of a record that are of another commit than the last, as a sentence."""
+    others = {part: commit[:10] for part, commit in record.get("commits", {}).items() if commit != record["commit"]}
+    return [f"Except for {', '.join(f'{part} ({commit})' for part, commit in others.items())}."] if others else []
 
 
 def table_head(*columns: str) -> list[str]:

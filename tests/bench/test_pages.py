@@ -89,21 +89,15 @@ def test_ratios_in_a_word(pages):
     assert [pages.verdict(ratio) for ratio in (0.9, 0.97, 1.04, 1.2)] == ["slower", "as fast", "as fast", "faster"]
 
 
-UNDATED = {"planner-bench.json", "planner-compositions.json"}
-"""Records that were put together from many runs, before those were dated; bytes, which no load changes."""
-
-
 def test_every_record_says_where_it_comes_from():
     for file in sorted(RESULTS.rglob("*.json")):
         record = json.loads(file.read_text())
         origin = record.get("origin", record)
-        if file.name in UNDATED:
-            assert origin["commit"]
-            continue
         assert origin["commit"] and origin["date"] and origin["versions"]["torch"], file.name
         assert origin["machine"]["cpu"] and origin["machine"]["load_average"], file.name
-        assert not re.search(r"(^|[ =])/", origin["command"]), file.name  # a path of one machine
-        for row in (row for row in (record["rows"] if "task" in record else ()) if "error" not in row):
+        assert not re.search(r"""(^|[\s=,"'\[])(file://)?/""", origin["command"]), file.name  # a path of one machine
+        for row in record["rows"] if "task" in record else ():
+            assert "error" not in row and "invalid" not in row, (file.name, row["parallel"])
             alike = row["process_settings"]["keeps_freed_memory"]
             assert alike == (not row["parallel"].endswith("-as-is")), (file.name, row["parallel"])
 
@@ -114,6 +108,12 @@ def test_every_record_says_where_it_comes_from():
         (["/opt/bin/rotorch", "suite", "bench/suite.toml"], "rotorch suite bench/suite.toml"),
         (["/src/rotorch/__main__.py", "suite", "--out=/srv/one"], "rotorch suite --out=one"),
         (["benchmarks/links.py", "--json", "/srv/two.json", "train.steps=3"], "links.py --json two.json train.steps=3"),
+        (["rotorch", "bench", "--peer=a b", "rtp=2[visits=4]"], "rotorch bench '--peer=a b' 'rtp=2[visits=4]'"),
+        (
+            ["rotorch", "data.source=file:///srv/a.txt", "s3://b/c/d", "~/e/f"],
+            "rotorch data.source=a.txt s3://b/c/d '~/e/f'",
+        ),
+        (["rotorch", 'x=["/srv/a/c.txt"]', "y=[/srv/d,/srv/e]", "/srv/f,g"], "rotorch 'x=[\"c.txt\"]' 'y=[d,e]' f,g"),
     ],
 )
 def test_a_command_has_no_paths_of_one_machine(monkeypatch, arguments, command):

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -270,13 +272,16 @@ def describe_origin() -> dict[str, Any]:
 
 
 def _command() -> str:
-    """The command of this process, for readers on other machines: absolute paths are cut to their names."""
+    """The command of this process, as a shell takes it; for readers elsewhere absolute paths are cut to their names."""
     program = Path(sys.argv[0])
-    words = [program.parent.name if program.name == "__main__.py" else program.name]
-    for word in sys.argv[1:]:
-        option, equals, value = word.rpartition("=")
-        words.append(f"{option}{equals}{Path(value).name}" if Path(value).is_absolute() else word)
-    return " ".join(words)
+    words = [program.parent.name if program.name == "__main__.py" else program.name, *map(_with_names, sys.argv[1:])]
+    return shlex.join(words)
+
+
+def _with_names(word: str) -> str:
+    """An argument whose absolute paths, also in lists and as URLs of files, are their last names."""
+    parts = re.split(r"""([=,\s"'\[\]{}])""", word)
+    return "".join(Path(part).name if part.startswith(("/", "file:///")) else part for part in parts)
 
 
 def load_average() -> list[float]:
