@@ -257,6 +257,16 @@ def rtp_building(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped([origin_of(record, "All of this"), *others_of(record)])]
 
 
+def caat_net(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: held-out loss and bytes where a part of the channels is summed."""
+    record = read("papers/caat_net.json")
+    lines = table_head("layout", "held out, bits per byte", "over seeds", "a rank sends in a step")
+    for row in record["summary"]:
+        bits = [f"{row[f'{name}_bits_per_byte']:.3f}" for name in ("mean", "least", "most")]
+        lines.append(f"| `{row['parallel']}` | {bits[0]} | {bits[1]} to {bits[2]} | {row['sent_bytes'] / 1e6:.1f} MB |")
+    return [*lines, "", *wrapped([origin_of(record)])]
+
+
 def zeropp_bubbles(read: Callable[[str], Record]) -> list[str]:
     """docs/papers.md: idle part of a step by schedule, measured, of its table, and by its paper's formula."""
     record = read("papers/zeropp.json")
@@ -384,6 +394,7 @@ PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]]
     "rtp building": (Path("docs") / "papers.md", rtp_building),
     "tesseract strong": (Path("docs") / "papers.md", tesseract_strong),
     "tesseract crossings": (Path("docs") / "papers.md", tesseract_crossings),
+    "caat-net": (Path("docs") / "papers.md", caat_net),
     "zeropp bubbles": (Path("docs") / "papers.md", zeropp_bubbles),
     "zeropp sizes": (Path("docs") / "papers.md", zeropp_sizes),
     "zeropp crossings": (Path("docs") / "papers.md", zeropp_crossings),

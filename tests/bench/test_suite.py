@@ -75,7 +75,9 @@ def test_what_is_measured_already_is_skipped_with_a_line(measured):
 def test_a_suite_that_was_broken_off_goes_on_where_it_was(measured, tmp_path, monkeypatch):
     out = measured[0]
     asked = []
-    monkeypatch.setattr("rotorch.bench.suite_command._measure", lambda case, console: asked.append(case.name) or stop())
+    monkeypatch.setattr(
+        "rotorch.bench.suite_command._measure", lambda case, checked, console: asked.append(case.name) or stop()
+    )
     (tmp_path / "out").mkdir()
     first = "tiny-2ranks-32tokens.json"
     (tmp_path / "out" / first).write_text((out / first).read_text())
