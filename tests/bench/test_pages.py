@@ -94,6 +94,7 @@ def test_every_record_says_where_it_comes_from():
         record = json.loads(file.read_text())
         origin = record.get("origin", record)
         assert origin["commit"] and origin["date"] and origin["versions"]["torch"], file.name
+        assert not origin["commit"].endswith("+"), file.name  # of a source that nobody has
         assert origin["machine"]["cpu"] and origin["machine"]["load_average"], file.name
         assert not re.search(r"""(^|[\s=,"'\[])(file://)?/""", origin["command"]), file.name  # a path of one machine
         for row in record["rows"] if "task" in record else ():
