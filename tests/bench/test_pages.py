@@ -44,6 +44,11 @@ def test_words_beside_the_tables_are_true_of_the_records(pages):
     models = {row["layout"]: row for row in pages.read_record("grid-models-8ranks.json")["rows"]}
     grid = models["megatron=8"]["first_is_faster_by"]  # docs/grids.md: it wins in forward, not in backward
     assert grid["forward_s"] > 1 + pages.ALIKE and grid["backward_s"] < 1 + pages.ALIKE
+    products = {row["name"]: row for row in pages.read_record("grids-8ranks.json")["rows"]}
+    for peer in ("megatron-core tensor parallel 8", "torch tensor parallel 8"):  # docs/grids.md, on equal terms
+        ours, theirs = products["rotorch 2x2x2, messages"], products[peer]
+        assert pages.faster_by(ours, theirs, "forward_s") > 1 - pages.ALIKE
+        assert pages.faster_by(ours, theirs, "backward_s") < 1
     record = pages.read_record("pipelines-4ranks.json")
     rows = {row["parallel"]: row for row in record["rows"]}
     speeds = {name: row["tokens_per_s"] for name, row in rows.items()}

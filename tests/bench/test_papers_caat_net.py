@@ -50,3 +50,9 @@ def test_the_record_has_every_fraction_with_every_seed():
         (fraction, seed) for fraction in caat_net.FRACTIONS for seed in caat_net.SEEDS
     }
     assert RECORD["summary"] == caat_net.summary(RECORD["rows"]) and RECORD["settings"] == caat_net.SETTINGS
+
+
+def test_fewer_summed_channels_have_a_lower_loss():
+    """docs/papers.md says so."""
+    losses = {row["fraction"]: row["mean_bits_per_byte"] for row in RECORD["summary"]}
+    assert losses[0.25] < losses[0.5] < losses[1.0]

@@ -69,3 +69,20 @@ def test_orders_of_layouts_are_the_record_s():
     assert (
         len(orders) == 10 and "in the ten benches" in PAGE and regrets[-2] == 0.0 and "fastest layout in nine" in PAGE
     )
+
+
+def test_what_is_said_of_single_rows_is_the_record_s():
+    rows = record("planner-bench.json")["rows"]
+    by_size = sorted(rows, key=lambda row: -abs(row["error"]))
+    assert [f"{100 * row['error']:.1f}" for row in by_size[:2]] == [
+        "6.7",
+        "6.0",
+    ] and "(6.7 and 6.0 %, too high)" in PAGE
+    assert {(row["parallel"], row["rows"] * row["tokens"]) for row in by_size[:2]} == {("fsdp=2", 256)}
+    assert f"all other rows are within {100 * abs(by_size[2]['error']):.1f} %" in PAGE
+    made = {("llama-h512", 128), ("llama-h512", 64)}
+    others = [abs(row["error"]) for row in rows if (row["run"], row["tokens"]) not in made]
+    mean = 100 * sum(others) / len(others)
+    assert f"other {len(others)} rows" in PAGE and f"the error is {mean:.2f} % in the mean. On four ranks" in PAGE
+    longer = [row["measured_s"] / row["predicted_s"] for row in rows]
+    assert f"Seconds take {min(longer):.1f} to {max(longer):.1f} times as long" in PAGE
