@@ -50,7 +50,7 @@ def over_symmetric_memory(monkeypatch):
         pytest.param("rtp=3", "qwen3", marks=pytest.mark.slow),
         ("rtp=2[recompute=none]", "mixtral"),
         ("rtp=3[recompute=slice]", "gemma2"),
-        pytest.param("ddp=2,rtp=2", "llama", marks=pytest.mark.slow),
+        ("ddp=2,rtp=2", "llama"),
     ],
 )
 def test_float64_parity(parallel, model, tiny):

@@ -21,10 +21,10 @@ Every rank of the ring must make the same sequence of `start`, `visits` and `fin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -140,6 +140,10 @@ class Ring(ABC):
         self.fresh = [True] * len(self.numels)
         """Per item: True if nothing has been added to its gradients in this step."""
         self._deferred: list[DeferredAdd] = []
+        self._begun, self._came_home = [0] * len(self.numels), [0] * len(self.numels)
+        """Per item: backward passes of this step, and how many of them are home (see `is_home`)."""
+        self.before_backward: Callable[[int], None] | None = None
+        """Called with an item before each of its backward passes."""
         self._first_rank = int(setup.mesh.mesh.flatten()[0])
         self._visited = 0
         self.status = StatusWord()
@@ -184,6 +188,24 @@ class Ring(ABC):
         """The gradient of this rank's own slice, flat; complete after `finish`."""
         return self._home_gradients[item]
 
+    def is_home(self, item: int) -> bool:
+        """True if every rank's part of each backward pass of this step so far is in this rank's gradient of the item.
+
+        On a device it is there for what is given to it within `behind_gradients`. Asked between passes.
+        """
+        return self._came_home[item] == self._begun[item]
+
+    def behind_gradients(self) -> AbstractContextManager[Any]:
+        """A block in which the device does what it is given behind the additions to gradients, beside computing."""
+        return nullcontext()
+
+    def home_gradients_of(self, items: Sequence[int]) -> Tensor:
+        """The gradients of neighbouring items as one flat tensor; there may be gaps between them."""
+        first, last = self._home_gradients[items[0]], self._home_gradients[items[-1]]
+        start = first.storage_offset() - self._all_home_gradients.storage_offset()
+        stop = last.storage_offset() + last.numel() - self._all_home_gradients.storage_offset()
+        return self._all_home_gradients[start:stop]
+
     @property
     def all_home_gradients(self) -> Tensor:
         """The gradients of all items as one flat tensor."""
@@ -198,11 +220,16 @@ class Ring(ABC):
         self.fresh, self._visited = list(fresh), 0
         # Left over from a step that broke off, whose gradients are not used.
         self._deferred = []
+        self._begun, self._came_home = [0] * len(self.numels), [0] * len(self.numels)
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """Yields the slices of an item in this rank's order. With `fetch=False` without their weights."""
         # A hash, no sum: differences of several ranks must not cancel.
         self._visited = hash((self._visited, item, backward)) % ORDER_MODULUS
+        if backward:
+            if self.before_backward is not None:
+                self.before_backward(item)
+            self._begun[item] += 1
         return self._visits(item, backward=backward, fetch=fetch)
 
     @abstractmethod

@@ -344,6 +344,14 @@ class ModelSpec:
         number = found.pop() if len(found) == 1 else None
         return len(self.blocks) if number is None else number
 
+    def weights_of_blocks(self) -> list[tuple[str, ...]]:
+        """Names of the weights of each repeated module, in the module's order, without those that others use too."""
+        found: list[list[str]] = [[] for _ in self.blocks]
+        for weight in self.weights:
+            if (number := self.block_number(weight)) < len(found):
+                found[number].append(weight.name)
+        return [tuple(names) for names in found]
+
     @cached_property
     def _block_numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.blocks)}

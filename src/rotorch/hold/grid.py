@@ -9,7 +9,7 @@ embedding to the loss, or to a classifier, which gives whole outputs; so norms s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -119,9 +119,12 @@ class GridModel(SimpleShardedModel, ShardedStages):
         with seeded_rng(common_seed(mesh=self._mesh) + self._rank), super().unsharded() as callee:
             yield callee
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
         memory = self.shards.memory
-        return memory.last_micro_batch() if last and isinstance(memory, FlatGradients) else nullcontext()
+        inside = memory.micro_batch(last=last) if isinstance(memory, FlatGradients) else nullcontext()
+        with super().micro_batch(last=last), inside:
+            yield
 
     def borrowed_ready(self) -> None:
         barrier(mesh=self._mesh)  # ranks of a column read blocks in homes that another one has received

@@ -118,13 +118,17 @@ class RingMemory(Memory):
             held.put_back()
         self._adds_up = False
 
-    def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
+    def whole_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
+        """Gradients of replicated weights."""
         whole = (held.local_grad for name, held in weights.items() if name not in self._gradients)
+        return [grad for grad in whole if grad is not None]
+
+    def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
         if len(self._units) == len(self._ring.numels):
             home = [self._ring.all_home_gradients]
         else:  # without the buffers of frozen units, which hold nothing
             home = [self._ring.home_gradients(item) for item in self._units]
-        return [*home, *(grad for grad in whole if grad is not None)]
+        return [*home, *self.whole_gradients(weights)]
 
 
 def _in_one(parts: Sequence[Tensor]) -> Tensor:

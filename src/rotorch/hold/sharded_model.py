@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rotorch.comm.observe import Observable, Observer
 from rotorch.comm.status_word import StatusWord
 from rotorch.core.spec import Unit, UnitKind, Weight
+from rotorch.hold.early_sums import EarlySums, Part, SumLater
 from rotorch.hold.sharded_weights import ShardedWeights
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import ShardedWeight
@@ -44,6 +46,9 @@ class ShardedModel(Observable, ABC):
 
     no_plain_call: str | None = None
     """The reason why a user's own loop cannot call the model, and what to write instead; None if it can."""
+
+    early_sums: EarlySums | None = None
+    """Sums of its gradients that code around it makes (see `summed_by`); they leave while its backward goes on."""
 
     calls_start_at_root: bool = False
     """True if a part that is called by itself needs weights that the module's own hooks gather."""
@@ -79,7 +84,7 @@ class ShardedModel(Observable, ABC):
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Encloses the forward and backward of one micro-batch."""
-        return nullcontext()
+        return nullcontext() if self.early_sums is None else self.early_sums.micro_batch(last=last)
 
     def forward_backward(
         self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
@@ -149,6 +154,23 @@ class ShardedModel(Observable, ABC):
         """
         return [held.local_grad for held in self.weights.values() if held.local_grad is not None]
 
+    def summed_by(self, sum_later: SumLater) -> EarlySums:
+        """Has code around this model sum its gradients over ranks, in place. Called once, and by all these ranks.
+
+        Returns:
+            The sums: to be started before a step, sent and waited for behind `finish`.
+        """
+        self.early_sums = EarlySums([*self._parts(sum_later), Part((), self._gradients_behind_backward, sum_later)])
+        return self.early_sums
+
+    def _parts(self, sum_later: SumLater) -> list[Part]:
+        """Gradients that are complete before a backward has ended, those that it completes first in front."""
+        return []
+
+    def _gradients_behind_backward(self) -> list[Tensor]:
+        """Gradients that are in no part."""
+        return self.gradients()
+
     def values_changed(self) -> None:
         """Takes note that `weights[..].local` were written from outside (initialised, loaded)."""
         return None
@@ -179,11 +201,36 @@ class SimpleShardedModel(ShardedModel):
         self.module = module
         self.shards = shards
         self.weights = shards.held
+        self._in_parts: set[str] = set()
+        """Weights whose gradients are sent by `early_sums` in parts."""
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
         with self.shards.unsharded():
             yield self.module
+
+    def _parts_of_leaves(
+        self, blocks: Sequence[Sequence[str]], sum_later: SumLater, *, behind: Iterable[str]
+    ) -> list[Part]:
+        """Gradients that are complete when autograd has added to them, block by block, but for those in `behind`."""
+        leaves, behind = self.shards.leaves, set(behind)
+        early = [tuple(n for n in names if n not in behind and leaves[n].requires_grad) for names in reversed(blocks)]
+        self._in_parts = {name for names in early for name in names}
+        return [
+            Part(names, partial(self._gradients_of, names), sum_later, leaves=[leaves[n] for n in names])
+            for names in early
+            if names
+        ]
+
+    def _gradients_of(self, names: Iterable[str]) -> list[Tensor]:
+        found = (self.shards.memory.gradient(self.weights[name]) for name in names)
+        return [gradient for gradient in found if gradient is not None]
+
+    def _gradients_behind_backward(self) -> list[Tensor]:
+        if not self._in_parts:
+            return self.gradients()
+        held = (held for name, held in self.weights.items() if name not in self._in_parts)
+        return [gradient for each in held if (gradient := each.local_grad) is not None]
 
     def start(self) -> None:
         self.shards.start()

@@ -141,6 +141,17 @@ class FakeLane:
 
         self._give(_Work(lambda: bool(flags[peer]), run))
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block, operations of this process are this lane's."""
+        self._memory.drive(self.mark())
+        before, self._memory.process = self._memory.process, self
+        try:
+            yield
+        finally:
+            self._memory.process = before
+            self.clock[self.name] += 1
+
     # ------------------------------------------------------------- running it
 
     def has_reached(self, mark: FakeMark) -> bool:
@@ -214,6 +225,8 @@ class FakePeerMemory:
         self._unread = [flat[numel:] for flat in flats]
         self.window = self._windows[self.rank]
         self.compute, self.fetches, self.hops = (FakeLane(self, name) for name in ("compute", "fetches", "hops"))
+        self.process = self.compute
+        """The lane whose work this process does."""
         self._accesses: dict[int, list[_Access]] = defaultdict(list)
         self._mine: set[int] = set()
         self._is_watched = False
@@ -336,7 +349,7 @@ class FakePeerMemory:
     def compute_uses(self, tensor: Tensor, *, writes: bool) -> None:
         """The model reads or writes a tensor at this moment."""
         if self._is_watched:
-            self.note(self.compute, tensor, writes=writes)
+            self.note(self.process, tensor, writes=writes)
 
 
 def _extent(tensor: Tensor) -> int:

@@ -201,6 +201,7 @@ class GroupedRing(SendReceiveRing):
             target.copy_(part) if arriving.fresh else target.add_(part)
         for part in self._parts(item, arriving.into):
             home.add_(part)
+        self._came_home[item] += 1
 
 
 def _at_home(flat: Tensor, chunk: FlatChunk) -> Tensor:

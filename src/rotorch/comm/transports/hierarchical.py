@@ -351,6 +351,7 @@ class HierarchicalRing(Ring):
         item, self._pending_item = self._pending_item, None
         if item is not None:
             self._home_gradients[item].add_(self._arrived(item, self.position))
+            self._came_home[item] += 1
             first = self._base + self._rounds[item] * (self._per_host + 1)
             self._announce(self._own.home_turns, item, first)
 

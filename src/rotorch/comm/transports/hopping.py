@@ -244,6 +244,7 @@ class HoppingRing(MessageRing):
     def pass_on(self, item: int, visit: Visit) -> None:
         n, r = self.size, self.position
         if visit.number == n - 1:
+            self._came_home[item] += 1
             return
         self._gradient_hop = Hop(
             self._gradient_slot,

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +58,9 @@ class Lane(Protocol):
 
     def wait_signal(self, peer: int, *, channel: int) -> None:
         """Holds back later operations until `peer` has signalled, and takes the signal."""
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Within the block, what this process gives the device runs on this lane, behind all that it was given."""
 
 
 class PeerMemory(Protocol):
@@ -121,6 +125,9 @@ class CudaLane:
     def wait_signal(self, peer: int, *, channel: int) -> None:
         with torch.cuda.stream(self.stream):
             self._handle.wait_signal(peer, channel)  # without a timeout, which would end the CUDA context
+
+    def running(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.stream)
 
 
 class CudaPeerMemory:

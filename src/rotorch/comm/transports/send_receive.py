@@ -224,6 +224,7 @@ class SendReceiveRing(MessageRing):
     def pass_on(self, item: int, visit: Visit) -> None:
         n, number = self.size, visit.number
         if n == 1:
+            self._came_home[item] += 1
             return
         slot, other = number % 2, (number + 1) % 2
         if number == n - 1:
@@ -273,6 +274,7 @@ class SendReceiveRing(MessageRing):
             self._await_gradient(pending.hop, pending.item, self.position)
             home = self._home_gradients[pending.item]
             home.add_(self._gradient_slots[pending.slot][: home.numel()])
+            self._came_home[pending.item] += 1
             self._pending_add = None
 
     def _await_gradient(self, hop: Exchange, item: int, index: int) -> None:

@@ -204,6 +204,13 @@ class SharedMemoryRing(Ring):
             pass
         return GradientBuffer(self._gradients[visit.index][item], visit.fresh)
 
+    def is_home(self, item: int) -> bool:
+        if self._turns[self.position][item] < self._base + self._begun[item] * self.size:
+            return False
+        with self._fence:  # reads of the gradient come after that of the turn which announced it
+            pass
+        return True
+
     def pass_on(self, item: int, visit: Visit) -> None:
         if self._discards_adds:
             return  # nothing was added to the real gradient, so its turn must not go on

@@ -44,6 +44,7 @@ A neighbour that never signals would keep this rank's GPU waiting for ever; the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,7 +264,12 @@ class SymmetricMemoryRing(Ring):
         compute.after(self._part_free[part])
         return GradientBuffer(self._parts[part][: self.numels[item][visit.index]], True)
 
+    def behind_gradients(self) -> AbstractContextManager[Any]:
+        return self._memory.hops.running()
+
     def pass_on(self, item: int, visit: Visit) -> None:
+        if visit.index == self.position:
+            self._came_home[item] += 1
         if self.size == 1:
             return
         n, r, hops = self.size, self.position, self._memory.hops

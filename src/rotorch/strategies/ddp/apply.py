@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch._torch_private import sums_are_complete
-from rotorch.comm.collectives import all_reduce_each, any_rank
+from rotorch.comm.axis_group import AxisGroup
+from rotorch.comm.collectives import any_rank
 from rotorch.core.errors import ConfigError
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, SimpleShardedModel
@@ -104,11 +105,14 @@ def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
 
 
 class ReplicatedModel(OuterShardedModel):
-    """Another strategy's model, once per replica: its own gradients are summed over the replicas."""
+    """Another strategy's model, once per replica: its own gradients are summed over the replicas.
+
+    The sums leave under the last backward of a step where that strategy says when gradients are complete.
+    """
 
     def __init__(self, inner: ShardedModel, *, mesh: DeviceMesh) -> None:
         super().__init__(inner)
-        self._mesh = mesh
+        self._sums = inner.summed_by(AxisGroup.along(mesh, "ddp").all_reduce_later)
         self._earlier: list[EarlierGradient] = []
         self.loss_scale = inner.loss_scale
         replica = mesh.get_local_rank()
@@ -129,6 +133,7 @@ class ReplicatedModel(OuterShardedModel):
         # Gradients that the user has not cleared are summed over the replicas already, and must not be once more.
         there = [held for held in self.weights.values() if held.parameter.grad is not None]
         self._earlier = [EarlierGradient(held) for held in there] if torch.is_grad_enabled() else []
+        self._sums.start()
         self._inner.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -146,7 +151,8 @@ class ReplicatedModel(OuterShardedModel):
 
     def finish(self) -> None:
         self._inner.finish()
-        all_reduce_each(self._inner.gradients(), mesh=self._mesh)
+        self._sums.send_rest()
+        self._sums.wait()
         # After the sum, which also runs over the buffers of weights that this step has not used.
         for earlier in self._earlier:
             earlier.add_back()

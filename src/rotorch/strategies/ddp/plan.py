@@ -14,7 +14,8 @@ Layout
     Every weight whole on every rank: `W[F, D]`. Over another strategy (`ddp=2,rtp=4`): that strategy's layout.
 
 Cost
-    Resident P. Sent 2 (n-1)/n G per rank and step, hidden under backward.
+    Resident P. Sent 2 (n-1)/n G per rank and step, hidden under backward: by DDP's buckets, or in parts of what another
+    strategy holds, where that says when gradients are complete (rtp, fsdp and megatron, in `forward_backward`).
 
 Deviations
     Gradients are summed, not averaged: the loss is already divided by the global number of target tokens.

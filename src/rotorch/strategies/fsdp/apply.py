@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rotorch._torch_private import before_sums_of_gradients, tree_flatten, tree_unflatten
+from rotorch._torch_private import around_sums_of_gradients, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
+from rotorch.hold.early_sums import Part, SumLater
 from rotorch.hold.gathered_layers import GatheredLayers, called_while_sharded, used_outside_of_its_block
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
@@ -54,10 +56,10 @@ class FSDPModel(ShardedModel):
         for block in repeated_blocks(module):
             block.register_forward_hook(_return_no_views)
             fully_shard(block, mesh=mesh, ignored_params=ignored, **options)
-            before_sums_of_gradients(block, self._note_reached)
+            around_sums_of_gradients(block, self._note_reached, self._note_summed)
         module.register_forward_hook(_return_no_views)
         fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
-        before_sums_of_gradients(module, self._note_reached)
+        around_sums_of_gradients(module, self._note_reached, self._note_summed)
         self._has_begun = False
         module.register_forward_pre_hook(self._begin)  # behind torch's own, which makes what `_recover` resets
         if on_meta:
@@ -77,6 +79,7 @@ class FSDPModel(ShardedModel):
         self._names = {id(held.parameter): name for name, held in self.weights.items()}
         self._reached: set[str] = set()
         """Names of weights that a backward of this step has given a gradient."""
+        self._blocks = setup.spec.weights_of_blocks()
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -105,6 +108,24 @@ class FSDPModel(ShardedModel):
                 whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
             else:
                 self._reached.add(self._names[id(at_rest)])
+
+    def _note_summed(self, group: list[Tensor]) -> None:
+        if self.early_sums is not None:
+            for at_rest in group:
+                self.early_sums.added(self._names[id(at_rest)])
+            self.early_sums.leave()
+
+    def _parts(self, sum_later: SumLater) -> list[Part]:
+        self._early = {n for names in self._blocks for n in names if n not in self._beside.held}
+        self._early &= {n for n, held in self.weights.items() if held.parameter.requires_grad}
+        blocks = [tuple(n for n in names if n in self._early) for names in reversed(self._blocks)]
+        return [Part(names, partial(self._gradients_of, names), sum_later) for names in blocks if names]
+
+    def _gradients_of(self, names: Iterable[str]) -> list[Tensor]:
+        return [grad for name in names if (grad := self.weights[name].local_grad) is not None]
+
+    def _gradients_behind_backward(self) -> list[Tensor]:
+        return self._gradients_of(name for name in self.weights if name not in self._early)
 
     def unused(self) -> list[str]:
         trained = (name for name in self._names.values() if self.weights[name].parameter.requires_grad)

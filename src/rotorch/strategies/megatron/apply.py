@@ -17,6 +17,7 @@ from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.hold.early_sums import Part, SumLater
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
@@ -54,6 +55,7 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
         shards.withhold(spec.units)
         equal = not strategy.changes_the_model
         self._partial = strategy.gradients_in_parts(spec)
+        self._blocks = spec.weights_of_blocks()
         self._axis_group = axis_group = make_axis_group(
             mesh, "megatron", transport=strategy.transport, device=setup.device
         )
@@ -107,6 +109,9 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
 
     def close(self) -> None:
         self._axis_group.close()
+
+    def _parts(self, sum_later: SumLater) -> list[Part]:
+        return self._parts_of_leaves(self._blocks, sum_later, behind=self._partial)
 
     def finish(self) -> None:
         self.shards.reduce(self._partial, mesh=self._mesh)

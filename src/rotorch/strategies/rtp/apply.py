@@ -31,6 +31,7 @@ from rotorch.core.row_parts import RowParts
 from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
+from rotorch.hold.early_sums import Part, SumLater, in_runs
 from rotorch.hold.ring_memory import RingMemory
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
@@ -76,7 +77,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         heads = head_weights(module)
         visiting = spec.cut_units if within is None else within.visiting
         self.ring, self.units = _on_a_ring(setup, visiting, heads=heads)
-        memory = RingMemory(self.ring, self.units)
+        self._memory = memory = RingMemory(self.ring, self.units)
         if within is None:
             shards = setup.shards(ShardPlacement.of_units(spec.units, mesh=mesh), memory=memory)
         else:
@@ -157,6 +158,44 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         if self._within is not None:
             self.shards.unused_count_as_zero()
         super().finish()
+
+    def _parts(self, sum_later: SumLater) -> list[Part]:
+        ring, names = self.ring, self._names
+
+        def before_backward(item: int) -> None:
+            assert self.early_sums is not None
+            self.early_sums.leave()  # what has come home since the pass before
+            self.early_sums.added(names[item])
+
+        ring.before_backward = before_backward
+        trained = [item for unit in self.units if unit.trained for item in unit.items]
+        sizes = [(item, ring.home_gradients(item).numel()) for item in reversed(trained)]
+        return [
+            Part(
+                tuple(names[item] for item in run),
+                partial(self._home_gradients, run),
+                sum_later,
+                is_home=partial(self._are_home, run),
+                beside=ring.behind_gradients,
+            )
+            for run in in_runs(sizes)
+        ]
+
+    def _home_gradients(self, items: Sequence[int]) -> list[Tensor]:
+        """The gradients of some items, those of neighbours as one tensor."""
+        runs: list[list[int]] = []
+        for item in sorted(items):
+            if runs and item == runs[-1][-1] + 1:
+                runs[-1].append(item)
+            else:
+                runs.append([item])
+        return [self.ring.home_gradients_of(run) for run in runs]
+
+    def _are_home(self, items: Sequence[int]) -> bool:
+        return all(map(self.ring.is_home, items))
+
+    def _gradients_behind_backward(self) -> list[Tensor]:
+        return self._memory.whole_gradients(self.weights)
 
     @property
     def order_hash(self) -> int:

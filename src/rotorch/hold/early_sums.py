@@ -1,0 +1,200 @@
+"""Sums of gradients over ranks that leave in parts, while backward goes on with the rest.
+
+[Note: when a part leaves]
+    When the last micro-batch has added to all that the part is made of, and those before it have left: backward comes
+    to the last weights first, so parts are given in that order. The order is the same on every rank, whatever each has
+    used; parts that were not reached leave behind backward. How often a micro-batch adds to a gradient (more than once,
+    where a checkpoint in it runs a backward of its own) is learned from the steps before: the first one sums everything
+    behind its backward, and so does a loop that tells of no last micro-batch.
+
+[Note: steps that break off]
+    A rank may have sent more parts than another one when both leave a step. So the next `start` sends zeros for what
+    has not left: then every message has met its like, and none of the next step meets one of this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rotorch._torch_private import storage_key
+from rotorch.comm.axis_group import Wait
+from rotorch.core.errors import RankFailure
+
+Name = TypeVar("Name")
+
+SumLater = Callable[[Tensor], Wait]
+
+_RUNS = 8
+"""Parts of a model: the last one to leave, which nothing hides, is as small a part of it; messages stay few."""
+
+
+def _at_once() -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Part:
+    """Gradients that leave together.
+
+    Attributes:
+        names: of what a backward adds to, one by one; none if the part is complete only behind backward.
+        leaves: those of these names, if autograd itself adds to them; else somebody has to call `EarlySums.added`.
+        gradients: gives their tensors, contiguous, once they are complete. The same on all ranks but for their values.
+        sum_later: starts the sum of a tensor over the ranks, in place.
+        is_home: True if all additions that have begun have been made.
+        beside: a block in which the device does what it is given behind these additions, beside computing.
+    """
+
+    names: tuple[str, ...]
+    gradients: Callable[[], Sequence[Tensor]]
+    sum_later: SumLater
+    leaves: Sequence[nn.Parameter] = ()
+    is_home: Callable[[], bool] = _at_once
+    beside: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class EarlySums:
+    """See the module's notes. All ranks of the group call every method but `added` and `leave`, in one order.
+
+    Args:
+        parts: all gradients that are summed, those that backward completes first in front.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = list(parts)
+        for part in parts:
+            for name, leaf in zip(part.names, part.leaves, strict=False):
+                leaf.register_post_accumulate_grad_hook(partial(self._note, name))
+        self._part_of = {name: number for number, part in enumerate(parts) for name in part.names}
+        self._num_left = 0
+        """Parts of this step that have left."""
+        self._waits: list[Wait] = []
+        self._sent: list[list[_Like]] = [[] for _ in parts]
+        """Per part: the messages of the last step that sent it."""
+        self._has_begun = self._is_last = False
+        self._added: Counter[str] = Counter()
+        """How often the last micro-batch of this step has added to a gradient."""
+        self._expected: Counter[str] | None = None
+        """The most of the steps so far."""
+
+    def start(self) -> None:
+        """Begins a step."""
+        if self._has_begun:  # see [Note: steps that break off]
+            for part, sent in zip(self._parts[self._num_left :], self._sent[self._num_left :], strict=True):
+                self._waits += [part.sum_later(like.zeros()) for like in sent]
+        self._added.clear()  # nothing is learned from it
+        self.wait()
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Encloses the forward and backward of a micro-batch."""
+        self._has_begun, self._is_last = True, last
+        try:
+            yield
+        finally:
+            self._is_last = False
+
+    def _note(self, name: str, _: Tensor) -> None:
+        self.added(name)
+        self.leave()
+
+    def added(self, name: str) -> None:
+        """Takes note that a backward of this rank adds to what `name` stands for.
+
+        Raises:
+            RankFailure: its sum has left.
+        """
+        if not self._is_last or name not in self._part_of:
+            return
+        if self._part_of[name] < self._num_left:
+            raise RankFailure(
+                f"a step adds more often to the gradient of {name!r} than those before, after its sum over ranks had "
+                "left. Use a weight as often in every step, and torch's checkpoint with use_reentrant=False"
+            )
+        self._added[name] += 1
+
+    def leave(self) -> None:
+        """Sends parts that are complete (see [Note: when a part leaves])."""
+        expected, added = self._expected, self._added
+        if not self._is_last or expected is None:
+            return
+        for part in self._parts[self._num_left :]:
+            reached = part.names and all(0 < expected[name] <= added[name] for name in part.names)
+            if not reached or not part.is_home():
+                return
+            with part.beside():
+                self._send()
+
+    def send_rest(self) -> None:
+        """Sends what is left, behind backward."""
+        while self._num_left < len(self._parts):
+            self._send()
+
+    def wait(self) -> None:
+        """Waits for all sums: the end of a step."""
+        waits, self._waits, self._num_left, self._has_begun = self._waits, [], 0, False
+        for wait in waits:
+            wait()
+        if self._added:
+            self._expected = (self._expected or Counter()) | self._added
+
+    def _send(self) -> None:
+        part = self._parts[self._num_left]
+        tensors = _joined(part.gradients())
+        self._sent[self._num_left] = [_Like(tensor.numel(), tensor.dtype, tensor.device) for tensor in tensors]
+        self._num_left += 1
+        self._waits += map(part.sum_later, tensors)
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A message without its values."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+
+
+def in_runs(sizes: Sequence[tuple[Name, int]]) -> list[tuple[Name, ...]]:
+    """Cuts a sequence of names into runs that each have at least an eighth of the sum of their sizes."""
+    runs: list[list[Name]] = [[]]
+    least, numel = -(-sum(size for _, size in sizes) // _RUNS), 0
+    for name, size in sizes:
+        if numel >= least:
+            runs.append([])
+            numel = 0
+        runs[-1].append(name)
+        numel += size
+    return [tuple(run) for run in runs if run]
+
+
+def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory in fewer flat tensors: neighbours in it become one, so that few messages sum them."""
+    runs: list[list[Tensor]] = []
+    for tensor in (tensor for tensor in tensors if tensor.numel()):
+        if not tensor.is_contiguous():
+            raise AssertionError("a gradient that is summed in place is not contiguous")
+        if runs and _follows(tensor, runs[-1][-1]):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return [run[0].as_strided((sum(t.numel() for t in run),), (1,)) for run in runs]
+
+
+def _follows(tensor: Tensor, other: Tensor) -> bool:
+    return (
+        tensor.dtype == other.dtype
+        and storage_key(tensor) == storage_key(other)
+        and tensor.storage_offset() == other.storage_offset() + other.numel()
+    )

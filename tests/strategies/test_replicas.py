@@ -1,0 +1,190 @@
+"""Replicas of what another strategy holds: their sums leave under backward, and are those of one process."""
+
+import platform
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import rotorch
+from rotorch._torch_private import in_backward
+from rotorch.comm.axis_group import AxisGroup
+from rotorch.core.errors import RankFailure
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm
+from rotorch.shard.materialize import take_recipes
+from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.testing.arithmetic import exact_arithmetic, widen
+from rotorch.testing.batches import global_batch
+from rotorch.testing.compare import gradient_errors
+from rotorch.testing.parity import my_micro_batches
+from rotorch.testing.ranks import run_ranks
+from rotorch.testing.reference import fill, plain_config, reference_step
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+SEED, STEPS, EXACT = 5, 3, 1e-10
+
+
+HOSTS = "aabbaabb"
+
+
+def batch_of(config, step):
+    """The global batch of a step: 16 rows."""
+    return global_batch(
+        seed=0,
+        step=step,
+        num_shares=1,
+        num_micro_batches=1,
+        num_rows=16,
+        num_tokens=12,
+        vocab_size=config.vocab_size,
+    )
+
+
+def build(config):
+    with rotorch.on_meta():
+        return widen(causal_lm(config).train())
+
+
+def one_process(config):
+    """Loss and gradients of every step."""
+    watched, module, steps = build(config), widen(causal_lm(config).train()), []
+    fill(module, spec=describe(watched), recipes=take_recipes(watched), seed=SEED)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        with exact_arithmetic():
+            loss = float(reference_step(module, batch_of(config, step)))
+        steps.append((loss, {name: p.grad.clone() for name, p in module.named_parameters()}))
+        optimizer.step()
+    return steps
+
+
+def sums_of_replicas(patch):
+    """Has every sum over replicas noted from now on: its elements, and whether backward was under way."""
+    sent, later = [], AxisGroup.all_reduce_later
+
+    def noted(self, tensor):
+        if self.axis == "ddp":
+            sent.append((tensor.numel(), in_backward()))
+        return later(self, tensor)
+
+    patch.setattr(AxisGroup, "all_reduce_later", noted)
+    return sent
+
+
+def compared(config, layout, expected):
+    """Largest error on this rank; per step, elements summed over replicas under backward and behind it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "hierarchical" in layout:
+            patch.setattr(platform, "node", lambda: HOSTS[dist.get_rank()])
+        sent = sums_of_replicas(patch)
+        model = rotorch.parallelize(build(config), layout, device="cpu").materialize(seed=SEED)
+        optimizer, worst, steps = torch.optim.SGD(model.parameters(), lr=0.1), 0.0, []
+        for step, (loss, gradients) in enumerate(expected):
+            sent.clear()
+            batch = batch_of(config, step)
+            with exact_arithmetic():
+                ours = float(model.forward_backward(my_micro_batches(model, batch)))
+            worst = max(worst, abs(ours - loss) / loss, *gradient_errors(model.weights, gradients).values())
+            steps.append([sum(numel for numel, early in sent if early is which) for which in (True, False)])
+            if step != 1:  # once a step adds to gradients of the one before, which are summed already
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                before = {name: held.local_grad.clone() for name, held in model.weights.items()}
+                with exact_arithmetic():
+                    model.forward_backward(my_micro_batches(model, batch), accumulate=True)
+                twice = (held.local_grad - 2 * before[name] for name, held in model.weights.items())
+                worst = max(worst, *(float(each.abs().max()) for each in twice if each.numel()))
+                optimizer.zero_grad()
+                for name, held in model.weights.items():
+                    held.parameter.grad = None
+                    held.attach(before[name])
+                optimizer.step()
+                optimizer.zero_grad()
+        model.close()
+    return worst, steps
+
+
+LAYOUTS = [
+    "ddp=2,rtp=2[transport=send_receive]",
+    "ddp=2,rtp=2[transport=send_receive,recompute=slice,buffering=in_place]",
+    "ddp=2,rtp=2[transport=send_receive,visits=1]",
+    "ddp=2,rtp=4[transport=hierarchical]",
+    "ddp=2,fsdp=2",
+    "ddp=2,fsdp=2[recompute=block]",
+    "ddp=2,megatron=2",
+    "ddp=2,megatron=2[sequence_parallel=true]",
+]
+"""Those in which it follows from the order of operations alone when a gradient is complete."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_leave_under_backward_and_are_those_of_one_process(layout, tiny):
+    config = plain_config(tiny("llama"), layers=4)
+    for worst, steps in run_ranks(
+        compared, config, layout, one_process(config), num_ranks=num_ranks(parse_parallel(layout))
+    ):
+        assert worst < EXACT
+        (early, late), *later = steps
+        total = early + late
+        assert early == 0 and total > 0  # the first step finds out what there is
+        for early, late in later:
+            assert early + late == total and early > 0.4 * total
+
+
+@pytest.mark.parametrize("layout", ["ddp=2,rtp=2", "ddp=2,rtp=2[recompute=none]", "ddp=2,rtp=2,megatron=2"])
+def test_over_shared_memory_they_leave_when_other_ranks_are_ready(layout, tiny):
+    """The share that leaves early is a matter of time there; what is summed is not."""
+    config = plain_config(tiny("qwen3"), layers=3)
+    for worst, steps in run_ranks(
+        compared, config, layout, one_process(config), num_ranks=num_ranks(parse_parallel(layout))
+    ):
+        assert worst < EXACT and len({sum(step) for step in steps}) == 1
+
+
+class Again(nn.Module):
+    """A model that uses its layers in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x, labels, order):
+        for number in order.tolist():
+            x = x + self.layers[number](x)
+        return x
+
+
+def loss_of(module, batch, num_targets):
+    return F.mse_loss(module(**batch), batch["labels"], reduction="sum") / num_targets
+
+
+PLAN = {"layers.*.0": "colwise", "layers.*.1": "rowwise"}
+
+
+def used_again(layout):
+    torch.manual_seed(0)
+    model = rotorch.parallelize(Again(), layout, device="cpu", loss=loss_of, plan=PLAN)
+
+    def step(*order):
+        x = torch.ones(2, 8)
+        model.forward_backward([{"x": x, "labels": torch.zeros(2, 8), "order": torch.tensor(order)}])
+        found = {name: held.local_grad.clone() for name, held in model.weights.items()}
+        model.module.zero_grad()
+        return found
+
+    before = step(0, 1, 2)
+    step(0, 1, 2, 2)  # twice before anything has left: right, and learned
+    again = step(0, 1, 2)
+    with pytest.raises(RankFailure, match=r"adds more often to the gradient of 'layers.2.*' than those before") as text:
+        step(2, 0, 1, 2, 2)
+    return all(torch.equal(before[name], again[name]) for name in before), str(text.value)
+
+
+def test_a_weight_used_more_often_than_before_ends_the_run_by_name():
+    for same, text in run_ranks(used_again, "ddp=2,rtp=2[transport=send_receive]", num_ranks=4):
+        assert same and "Use a weight as often in every step" in text
