@@ -143,6 +143,22 @@ def test_sums_of_activations_over_the_slow_link_cost_more_than_over_the_fast_one
     assert seconds("ddp=2,megatron=8") < seconds("ddp=2,megatron=8", groups={"megatron": Group(8, 2)})
 
 
+@pytest.mark.parametrize("text", ["ddp=8", "ddp=2,rtp=8", "ddp=2,fsdp=8", "ddp=2,megatron=8", "ddp=2,rtp=2,megatron=4"])
+def test_sums_over_replicas_hide_under_backward(text):
+    """Where a backward is long enough, what is left of them is that of the first layer, or of what no layer has."""
+    early, behind = (step_time(planned(text, layers=12, ddp_overlaps=overlaps)) for overlaps in (True, False))
+    assert behind.sums_s > 0 and behind.busy_s[Lane.SUM] == 0 < early.busy_s[Lane.SUM]
+    assert early.sums_s + early.busy_s[Lane.SUM] == pytest.approx(behind.sums_s)
+    hidden = (behind.step_s - early.step_s) / behind.sums_s
+    assert 0.4 < hidden <= 1 - early.sums_s / behind.sums_s + 1e-9
+
+
+@pytest.mark.parametrize("text", ["ddp=2,tesseract=2x2x2", "ddp=2,fsdp=2,megatron=4", "ddp=2,summa=2x2"])
+def test_sums_wait_where_nobody_says_when_gradients_are_complete(text):
+    early, behind = (step_time(planned(text, ddp_overlaps=overlaps)) for overlaps in (True, False))
+    assert early.step_s == behind.step_s and early.sums_s == behind.sums_s > 0
+
+
 def test_more_micro_batches_shrink_the_bubble():
     parts = (range(16), range(16, 30))
     few, many = (step_time(planned("pp=2", layers=30, accumulation=n, parts=parts)) for n in (2, 16))

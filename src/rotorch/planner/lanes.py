@@ -2,9 +2,9 @@
 
 [Note: lanes]
     The host issues operators one after another and runs ahead of the device. The device computes in that order.
-    Collectives, fetches of weights, and hops of gradients each have a lane of their own beside it: a task begins when
-    its lane is free and all its predecessors are done. A computation ends no earlier than the host has issued its last
-    operator.
+    Collectives, fetches of weights, hops of gradients, and their sums over replicas each have a lane of their own
+    beside it: a task begins when its lane is free and all its predecessors are done. A computation ends no earlier than
+    the host has issued its last operator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Lane(StrEnum):
     COLLECTIVE = "collective"
     FETCH = "fetch"
     HOP = "hop"
+    SUM = "sum"
 
 
 @dataclass

@@ -4,8 +4,8 @@
     A Layout lists the transfers of a unit, by kind and phase; these decide the order of waits.
     All-gathers of weights come one layer ahead of their use, and so do slices and blocks from other ranks, one part
     ahead of the computation with it. Activations hold up the next computation. Gradients leave after the computation:
-    reduce-scatters in every micro-batch, slices' gradients hop by hop, sums over replicas at the end of a step, or,
-    where DDP does them, layer by layer in its last backward.
+    reduce-scatters in every micro-batch, slices' gradients hop by hop, sums over replicas layer by layer in the last
+    backward, where what is inside of them says when gradients are complete, or else at the end of a step.
 
 [Note: extrapolation]
     From the third layer of a class on, each takes as long as the one before, so at most three of a class are scheduled.
@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -73,7 +73,7 @@ class Planned:
         numerics: numerics of the model.
         parts: layers of each pipeline stage, where there are stages.
         groups: positions of the ranks of each axis; left out: as the mesh has them, innermost strategies on neighbours.
-        ddp_overlaps: True if sums over replicas run beside the last backward where nothing else is inside of ddp.
+        ddp_overlaps: True if sums over replicas run beside the last backward where they can.
     """
 
     model: FoldedModel
@@ -124,6 +124,14 @@ class Planned:
         """Axes of replicas of what other strategies hold."""
         return tuple(axis for s in self.strategies[:-1] if s.kind == "ddp" for axis in s.axes)
 
+    @cached_property
+    def early_sums(self) -> str:
+        """The gradients that are summed over replicas under backward: those of "all" units, of "layers", or "none"."""
+        inside = self.strategies[1:] or self.strategies
+        kind = inside[0].kind if self.ddp_overlaps and self.strategies[0].kind == "ddp" else ""
+        layers = kind == "megatron" or (kind == "fsdp" and len(inside) == 1)
+        return "all" if kind in ("ddp", "rtp") else "layers" if layers else "none"
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -136,7 +144,7 @@ class StepTime:
         optimizer_s: of clipping and the optimizer.
         bubble_s: in which ranks of a pipeline wait, in the mean.
         waiting_s: in which computation waits for messages or the host.
-        busy_s: by lane, of one micro-batch.
+        busy_s: by lane, of the last micro-batch.
     """
 
     step_s: float
@@ -399,11 +407,14 @@ class _Step:
         row += [self.ends] if self.ends else []
         row += [[self.after]] if after else []
         lanes = Lanes()
-        self._through(lanes, row, back=0, sums=False)
+        self._through(lanes, row, back=0, early=())
         forward_s = lanes.end_s
         if self.plan.stages is not None:
             lanes.wait(forward_s)  # what comes next begins with a message
-        self._through(lanes, [parts[::-1] for parts in row[::-1]], back=1, sums=sums)
+        early = {id(part) for parts in row for part in parts} if sums else set()
+        if self.plan.early_sums == "layers":
+            early -= {id(self.before), id(self.after)}
+        self._through(lanes, [parts[::-1] for parts in row[::-1]], back=1, early=early)
         each = [part for parts in row for part in parts]
         inputs, backward = sum(p.input_s for p in each), sum(p.backward_s for p in each)
         return _Pass(
@@ -414,8 +425,8 @@ class _Step:
             busy_s=dict(lanes.busy_s),
         )
 
-    def _through(self, lanes: Lanes, row: Sequence[Sequence[_UnitTime]], *, back: int, sums: bool) -> None:
-        """Schedules the layers of one pass, forward (`back` 0) or backward."""
+    def _through(self, lanes: Lanes, row: Sequence[Sequence[_UnitTime]], *, back: int, early: Collection[int]) -> None:
+        """Schedules the layers of one pass, forward (`back` 0) or backward; `early`: what leaves for its sum in it."""
         start = lanes.end_s
         done, before_that = start, start
         """Ends of the last computation, and of the last one of the layer before."""
@@ -439,16 +450,17 @@ class _Step:
                     come = lanes.put(Lane.FETCH, come_s, after=[last]) if comes else gathered
                     last = done
                     done = lanes.put(Lane.COMPUTE, compute_s / number, after=[come, done], issue_s=host_s / number)
+                    complete = done
                     if back and part.hop_s:
-                        lanes.put(Lane.HOP, part.hop_s / number, after=[done])
+                        complete = lanes.put(Lane.HOP, part.hop_s / number, after=[done])
                 if part.activations_s[back]:
                     done = lanes.put(
                         Lane.COLLECTIVE, part.activations_s[back], after=[done], issue_s=part.activations_host_s[back]
                     )
                 if back and part.scatter_s and not self.at_once:
-                    lanes.put(Lane.HOP, part.scatter_s, after=[done])
-                if sums and part.sum_s:
-                    lanes.put(Lane.COLLECTIVE, part.sum_s, after=[done])
+                    complete = lanes.put(Lane.HOP, part.scatter_s, after=[done])
+                if part.sum_s and id(part) in early:
+                    lanes.put(Lane.SUM, part.sum_s, after=[complete])
 
     # ---------------------------------------------------------------- a step
 
@@ -460,9 +472,9 @@ class _Step:
         plan = self.plan
         counts = plan.model.counts_of(range(plan.model.num_layers))
         one = self.one_pass(counts, before=True, after=True)
-        overlaps = plan.ddp_overlaps and plan.inner.kind == "ddp"
-        last = self.one_pass(counts, before=True, after=True, sums=True) if overlaps else one
-        sums_s = 0.0 if overlaps else self._sums(counts, before=True, after=True)
+        last = one if plan.early_sums == "none" else self.one_pass(counts, before=True, after=True, sums=True)
+        outside = plan.early_sums != "all"
+        sums_s = self._sums(counts if plan.early_sums == "none" else {}, before=outside, after=outside)
         optimizer_s = self._optimizer(counts, before=True, after=True)
         passes_s = (plan.accumulation - 1) * (one.forward_s + one.backward_s) + last.forward_s + last.backward_s
         compute_s = plan.accumulation * one.compute_s
@@ -473,14 +485,15 @@ class _Step:
             optimizer_s=optimizer_s,
             bubble_s=0.0,
             waiting_s=max(0.0, passes_s - compute_s),
-            busy_s={str(lane): seconds for lane, seconds in one.busy_s.items()},
+            busy_s={str(lane): seconds for lane, seconds in last.busy_s.items()},
         )
 
+    def _units(self, counts: Mapping[int, int], *, before: bool, after: bool) -> list[_UnitTime]:
+        layers = [part for number, count in counts.items() for part in self.layers[number] * count]
+        return [*([self.before] if before else []), *layers, *([self.after] if after else [])]
+
     def _sums(self, counts: Mapping[int, int], *, before: bool, after: bool) -> float:
-        parts = [part for number, count in counts.items() for part in self.layers[number] * count]
-        parts += [self.before] if before else []
-        parts += [self.after] if after else []
-        return sum(part.sum_s for part in parts)
+        return sum(part.sum_s for part in self._units(counts, before=before, after=after))
 
     def _optimizer(self, counts: Mapping[int, int], *, before: bool, after: bool) -> float:
         plan = self.plan
@@ -554,9 +567,7 @@ class _Step:
 
     def _gathered(self, counts: Mapping[int, int], *, before: bool, after: bool) -> tuple[float, float]:
         """Seconds of gathering a stage whole, and of summing its gradients."""
-        parts = [part for number, count in counts.items() for part in self.layers[number] * count]
-        parts += [self.before] if before else []
-        parts += [self.after] if after else []
+        parts = self._units(counts, before=before, after=after)
         return sum(part.gathers_s[0] for part in parts), sum(part.scatter_s for part in parts)
 
     def _after_passes(self, parts: Sequence[range], numbers: Sequence[int]) -> tuple[float, float]:
