@@ -173,6 +173,20 @@ def test_a_plain_module_with_a_plan():
     assert spec.units[4].kind is UnitKind.REPLICATED
 
 
+class Declares(Plain):
+    tp_plan = PLAN
+
+
+def test_a_plain_module_may_bring_a_plan_of_its_own():
+    """Without a configuration there is no tiny model to try whether its modules run on slices: weights go one by one."""
+    spec = describe(Declares())
+    assert {u.kind for u in spec.cut_units} == {UnitKind.WEIGHT}
+    assert {u.name for u in spec.cut_units} == {u.name for u in describe(Plain(), plan=PLAN).cut_units} - {
+        "blocks.0",
+        "blocks.1",
+    } | {f"blocks.{number}.{name}.weight" for number in (0, 1) for name in ("up", "down")}
+
+
 def test_patterns_may_name_parameters():
     spec = describe(Plain(depth=1), plan={"blocks.*.up.weight": "colwise", "blocks.*.down.weight": "rowwise"})
     cuts = {w.name: w.cut for w in spec.cut_units[0].weights}

@@ -99,7 +99,8 @@ def describe(
         roles = _expand(tensor_parallel_plan(module), module)
         spec = _spec(module, roles, weights)
         classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
-        trial = try_tiny(module, describe=_trusting) if classes or large_and_left(module, spec) else Trial()
+        can_be_tried = is_from_config(module) and (classes or large_and_left(module, spec))
+        trial = try_tiny(module, describe=_trusting) if can_be_tried else Trial()
         for each in sorted(c.__name__ for c in classes - trial.on_slices):
             _log.info("%s does not run on slices of its weights: they rotate one by one", each)
         spec = _spec(module, roles, weights, proven=runs_whole(module, trial.on_slices, shared))
