@@ -178,7 +178,7 @@ class Declares(Plain):
 
 
 def test_a_plain_module_may_bring_a_plan_of_its_own():
-    """Without a configuration there is no tiny model to try whether its modules run on slices: weights go one by one."""
+    """Without a configuration no tiny model shows whether its modules run on slices: weights go one by one."""
     spec = describe(Declares())
     assert {u.kind for u in spec.cut_units} == {UnitKind.WEIGHT}
     assert {u.name for u in spec.cut_units} == {u.name for u in describe(Plain(), plan=PLAN).cut_units} - {
