@@ -11,7 +11,7 @@ from rotorch.core.traffic import MicroBatch, Phase, all_reduce
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.lanes import Lane, Lanes
-from rotorch.planner.memory import at_rest
+from rotorch.planner.memory_at_rest import at_rest
 from rotorch.planner.speeds import Group, LinkSpeed, Speeds, Work, speeds_of
 from rotorch.planner.step_time import Planned, step_time
 from rotorch.planner.workload import Cutting, Numerics, fold, layer_passes
@@ -145,7 +145,7 @@ def test_sums_of_activations_over_the_slow_link_cost_more_than_over_the_fast_one
 
 @pytest.mark.parametrize("text", ["ddp=8", "ddp=2,rtp=8", "ddp=2,fsdp=8", "ddp=2,megatron=8", "ddp=2,rtp=2,megatron=4"])
 def test_sums_over_replicas_hide_under_backward(text):
-    """Where a backward is long enough, what is left of them is that of the first layer, or of what no layer has."""
+    """Sums of a long backward leave only those of the first layer behind it, or of what no layer has."""
     early, behind = (step_time(planned(text, layers=12, ddp_overlaps=overlaps)) for overlaps in (True, False))
     assert behind.sums_s > 0 and behind.busy_s[Lane.SUM] == 0 < early.busy_s[Lane.SUM]
     assert early.sums_s + early.busy_s[Lane.SUM] == pytest.approx(behind.sums_s)

@@ -211,6 +211,11 @@ class LiveStorages(TorchDispatchMode):
         most, self._made = max(since, *self._made, since), self._made[-1:]
         return most
 
+    def made_since(self) -> list[int]:
+        """Returns the bytes alive of them after each change since the last call of these; forgets all but the last."""
+        found, self._made = self._made, self._made[-1:]
+        return found
+
     def peak(self) -> tuple[int, dict[str, int]]:
         """Returns the most bytes that were alive at one moment, and that moment by category."""
         moment = {category: union(self._mapped[category]) for category in CATEGORIES}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
 from rotorch.models.trial.shared_sequence import try_shared
-from rotorch.planner.memory import PerRow, Traced, TracedLayer
+from rotorch.planner.memory import BackwardPoint, PerRow, Traced, TracedLayer
 from rotorch.planner.shared_tokens import TracedAttention, own_tokens
 from rotorch.planner.workload import FoldedModel, fold
 from rotorch.process.forking import start_autograd
@@ -66,7 +66,7 @@ def trace_memory(
     units = [u.name for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE]
     attentions: dict[str, list[TracedAttention]] = {}
     parts = None if shared is None else _Parts(shared, attentions)
-    one, two = (
+    (one, ends), (two, other_ends) = (
         _trace(config, every, units, rows=rows, tokens=tokens, precision=precision, parts=parts) for rows in _ROWS
     )
     fits = {key: _line(one[key], two[key]) for key in one}
@@ -78,6 +78,7 @@ def trace_memory(
                 fits[f"{name} given"],
                 fits[f"{name} attention"],
                 tuple(attentions.get(name, ())),
+                _points(ends.of(name), other_ends.of(name)),
             )
             for name in names
         ),
@@ -116,6 +117,92 @@ def _line(one: float, two: float) -> PerRow:
     """Through two points; where the moment of a peak moved between them, what covers both."""
     row_bytes = max(0.0, (two - one) / (_ROWS[1] - _ROWS[0]))
     return PerRow(row_bytes, max(0.0, one - _ROWS[0] * row_bytes, two - _ROWS[1] * row_bytes))
+
+
+def _points(one: Sequence[_Interval], two: Sequence[_Interval]) -> tuple[BackwardPoint, ...]:
+    """The moments of a layer's backward that are the highest for some number of rows, of traces of one row and two.
+
+    Operators are the same for any number of rows, and so are changes of memory, one by one.
+    """
+    total, rows, extra = max((each.made for each in one), default=0), _ROWS[0], _ROWS[1] - _ROWS[0]
+    found: set[BackwardPoint] = set()
+    for first, second in zip(one, two, strict=True):
+        moments = zip(first.alive, second.alive, strict=False)
+        if len(first.alive) != len(second.alive):
+            moments = zip([max(first.alive)], [max(second.alive)], strict=True)
+        for low, high in moments:
+            row_bytes = (high - low) / extra
+            found.add(BackwardPoint(first.made / max(total, 1), row_bytes, low - rows * row_bytes))
+    highest = sorted(found, key=lambda p: (p.made, p.row_bytes, p.constant_bytes), reverse=True)
+    kept: list[BackwardPoint] = []
+    for point in highest:
+        if not any(k.row_bytes >= point.row_bytes and k.constant_bytes >= point.constant_bytes for k in kept):
+            kept.append(point)
+    return tuple(kept)
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """A part of a layer's backward, which ends when the gradient of a weight is made, or with the backward.
+
+    Attributes:
+        made: bytes of the layer's gradients that were made before.
+        alive: after each change, bytes beyond those that were alive when the layer's backward began.
+    """
+
+    made: int
+    alive: list[int]
+
+
+class _Backwards:
+    """Bytes alive in the backward of each layer, from one gradient of a weight to the next.
+
+    Args:
+        live: counts them.
+    """
+
+    def __init__(self, live: LiveStorages) -> None:
+        self._live = live
+        self._found: dict[str, list[_Interval]] = {}
+        self._base = self._made = 0
+
+    def of(self, name: str) -> list[_Interval]:
+        """Returns the intervals of a layer's backward."""
+        return self._found.get(name, [])
+
+    def watch(self, name: str, layer: nn.Module) -> list[Any]:
+        """Watches a layer; returns the handles of its hooks."""
+
+        def begins(_: Tensor) -> None:
+            self._found[name], self._made, self._base = [], 0, self._live.made_bytes()
+            self._live.made_since()
+
+        def ends(_: Tensor) -> None:
+            if self._found.get(name):
+                self._note(name)
+
+        def made(weight: Tensor) -> None:
+            self._note(name)
+            self._made += weight.nbytes
+
+        def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if hidden.requires_grad:
+                hidden.register_hook(ends)
+
+        def gave(_: nn.Module, __: Any, output: Any) -> None:
+            hidden = next(tensors_in(output))
+            if hidden.requires_grad:
+                hidden.register_hook(begins)
+
+        handles = [weight.register_post_accumulate_grad_hook(made) for weight in layer.parameters()]
+        handles.append(layer.register_forward_pre_hook(given, with_kwargs=True))
+        return [*handles, layer.register_forward_hook(gave)]
+
+    def _note(self, name: str) -> None:
+        if name in self._found:
+            alive = [now - self._base for now in self._live.made_since()]
+            self._found[name].append(_Interval(self._made, alive))
 
 
 def _shallow(model_config: Any, *, layers: int) -> Any:
@@ -190,7 +277,7 @@ def _trace(
     tokens: int,
     precision: Precision,
     parts: _Parts | None,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], _Backwards]:
     others = list(all_tensors())
     with _no_collection(), fake_tensors(), _one_sequence_per_row():
         module = causal_lm(config).train()
@@ -208,6 +295,8 @@ def _trace(
         autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast_bfloat16" else nullcontext()
         live = LiveStorages()
         classes = frozenset() if parts is None else parts.classes
+        backwards = _Backwards(live)
+        handles = [handle for name in names for handle in backwards.watch(name, module.get_submodule(name))]
         with live, _named(module, names, units, classes, live=live, saved=saved, given=given):
             live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go
             with (
@@ -224,7 +313,9 @@ def _trace(
             live.name(module.parameters(), category=WEIGHTS)
             live.name((p.grad for p in module.parameters() if p.grad is not None), category=GRADIENTS)
         highest = live.highest()
-    return {**kept, **given, "logits": float(highest[LOGITS]), "temporaries": float(highest[OTHER])}
+        for handle in handles:
+            handle.remove()
+    return {**kept, **given, "logits": float(highest[LOGITS]), "temporaries": float(highest[OTHER])}, backwards
 
 
 @contextmanager

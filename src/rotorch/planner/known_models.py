@@ -31,7 +31,7 @@ from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.small_files import read_small
 from rotorch.core.spec import Combine, Cut, GridCut, KeptWhole, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts
-from rotorch.planner.memory import PerRow, Traced, TracedLayer
+from rotorch.planner.memory import BackwardPoint, PerRow, Traced, TracedLayer
 from rotorch.planner.shared_tokens import TracedAttention
 
 MOST_FILES = 64
@@ -55,6 +55,7 @@ class KnownModel:
 _CLASSES: dict[str, Any] = {
     each.__name__: each
     for each in (
+        BackwardPoint,
         Combine,
         Cut,
         GridCut,

@@ -1,4 +1,4 @@
-"""Peak bytes of a rank: memory at rest, by the Layouts, and memory of passes, by traced layers.
+"""Peak bytes of a rank: memory at rest (`memory_at_rest.py`), and memory of passes, by traced layers.
 
 [Note: what is traced]
     No formula gives the bytes that autograd saves: `bench/traced_memory.py` runs a shallow copy of the model on fake
@@ -12,31 +12,22 @@
     is saved any more, but all gradients exist. The highest of the three counts. Before the first backward of a step
     gradients exist only if they have permanent memory (`ddp`'s buckets, `rtp`'s home slices, buffers of grids). In a
     pipeline the embedding's gradient is the last of a micro-batch, made while others are kept.
-
-[Note: gathered]
-    `fully_shard` has whole: the weights around the layers, from beginning to end; and during a layer's backward this
-    layer, the layer fetched ahead, the gradient of each and the message that sends it, beside the head's gradient.
-    Around another strategy the gradient of a layer is summed before the next one is made. A pipeline gathers a stage at
-    once, and its gradients are whole until the unit of micro-batches ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from rotorch.core.spec import Unit, UnitKind, Weight
+from rotorch.core.spec import UnitKind
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
-from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.planner.prediction import Prediction, predict_part
+from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
 from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
 from rotorch.planner.workload import FoldedModel
 from rotorch.strategies import sequence_ranks
-from rotorch.strategies.fsdp.plan import FSDP
-from rotorch.strategies.single.plan import Single
 
 CATEGORIES = ("weights", "gradients", "optimizer", "slots", "gathered", "activations", "logits", "temporaries")
 """Of `Memory`, in the order in which they are shown."""
@@ -59,6 +50,22 @@ class PerRow:
 
 
 @dataclass(frozen=True)
+class BackwardPoint:
+    """The most that is alive of a layer in a part of its backward, which ends when a gradient of a weight is made.
+
+    Attributes:
+        made: share of the layer's gradients that were made before.
+        row_bytes: of tensors, weights and their gradients apart, beyond the layer's saved ones, per row; negative where
+            most of these are gone.
+        constant_bytes: the same for any batch, the gradient that is being made among them.
+    """
+
+    made: float
+    row_bytes: float
+    constant_bytes: float
+
+
+@dataclass(frozen=True)
 class TracedLayer:
     """Bytes that autograd keeps of one layer of a class (see [Note: what is traced]).
 
@@ -68,6 +75,7 @@ class TracedLayer:
         given: the layer's input.
         attention: where only a part of a sequence was traced, of its attentions, but for keys and values.
         attentions: these attentions.
+        backward: from its beginning to its end; none if that was not traced.
     """
 
     stream: PerRow
@@ -75,6 +83,7 @@ class TracedLayer:
     given: PerRow
     attention: PerRow = PerRow()
     attentions: tuple[TracedAttention, ...] = ()
+    backward: tuple[BackwardPoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,174 +125,6 @@ class Memory:
     def largest(self) -> str:
         """The category of what depends on the batch or the layout that takes most."""
         return max(self.by_category, key=lambda name: self.by_category[name])
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """Bytes of weights that are whole for a while (see [Note: gathered]).
-
-    Attributes:
-        root: around the layers.
-        head: the gradient of a head.
-        block: the largest layer.
-        beside: its gradient, and the message that sends it.
-        layers: all layers, if they stay whole from forward to backward.
-        stage: a whole stage, where that is gathered at once.
-        stage_gradients: its gradients, until they are summed.
-    """
-
-    root: float = 0.0
-    head: float = 0.0
-    block: float = 0.0
-    beside: float = 0.0
-    layers: float = 0.0
-    stage: float = 0.0
-    stage_gradients: float = 0.0
-
-
-@dataclass(frozen=True)
-class FixedMemory:
-    """Memory of one rank that does not depend on the batch.
-
-    Attributes:
-        by_category: bytes of weights, gradients, optimizer, and slots.
-        around: of the gradients, those of what lies around the layers.
-        gathered: weights that are whole for a while.
-        stages: numbers of the stages that the rank holds; none without a pipeline.
-        rank: number of the rank.
-    """
-
-    by_category: dict[str, float]
-    around: float
-    gathered: Gathered
-    stages: tuple[int, ...]
-    rank: int
-
-
-def at_rest(
-    model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequence[range] = ()
-) -> tuple[FixedMemory, ...]:
-    """Returns the memory of each rank that may hold most: in a pipeline one per stage, else the first.
-
-    Args:
-        model: with its units as the innermost strategy holds them, of one layer per class.
-        strategies: outermost first.
-        parts: layers of each stage, where there are stages.
-    """
-    stages = next((s for s in strategies if isinstance(s, StageStrategy)), None)
-    around = tuple(s for s in strategies if s is not stages) or (Single(),)
-    if stages is not None and stages.gathers_weights and stages.ranks_per_stage > 1:
-        around = (*(s for s in around if s.kind != "single"), FSDP(size=stages.ranks_per_stage))
-    held_bytes = _HeldBytes(model, around)
-    if stages is None:
-        everything = held_bytes.of([range(model.num_layers)], first=True, last=True, borrows=False)
-        gathered = held_bytes.gathered if held_bytes.gathers else Gathered()
-        return (FixedMemory(everything, held_bytes.around_bytes, gathered, (), 0),)
-    inside = 1
-    for strategy in strategies[strategies.index(stages) + 1 :]:
-        inside *= strategy.num_ranks
-    whole = _HeldBytes(model, held_bytes.gathered_for, gathered=True) if held_bytes.gathers else None
-    found = []
-    for position, mine in enumerate(stages.stages_by_rank):
-        first, last = 0 in mine, stages.num_stages - 1 in mine
-        held = held_bytes.of([parts[n] for n in mine], first=first, last=last, borrows=last and not first)
-        gathered = Gathered()
-        if whole is not None:  # a stage is, and its gradients
-            each = [whole.in_pass([parts[n]], first=n == 0, last=n == stages.num_stages - 1) for n in mine]
-            weights, learned = max(each, key=sum)
-            gathered = Gathered(stage=weights, stage_gradients=learned)
-        outside = held_bytes.around_bytes if first or last else 0.0
-        found.append(FixedMemory(held, outside, gathered, mine, position * stages.ranks_per_stage * inside))
-    return tuple(found)
-
-
-class _HeldBytes:
-    """Bytes that ranks hold of each class of layers, and of the weights around the layers.
-
-    Args:
-        model: folded.
-        strategies: outermost first.
-        gathered: leave out experts that stay on their ranks.
-    """
-
-    def __init__(self, model: FoldedModel, strategies: Sequence[Strategy], *, gathered: bool = False) -> None:
-        self.model, self._is_gathered = model, gathered
-        self._inner, self._shared = strategies[-1], any(s.gathers_weights for s in sharing(strategies))
-        self._reshards = all(getattr(strategy, "reshard", True) for strategy in strategies)
-        self.gathers = self._inner.gathers_weights or self._shared
-        self._before, self._after, *self._layers = (
-            self._predicted(units, strategies)
-            for units in (model.before, model.after, *(layer.units for layer in model.classes))
-        )
-
-    @property
-    def gathered_for(self) -> tuple[Strategy, ...]:
-        """The strategy that computes with what is gathered."""
-        return (self._inner,) if self._shared else (Single(),)
-
-    @property
-    def around_bytes(self) -> float:
-        """Bytes of gradients of weights around the layers."""
-        return self._before.trained_bytes + self._after.trained_bytes
-
-    @property
-    def gathered(self) -> Gathered:
-        """Bytes of weights that are whole for a while, or as much of them as the inner strategy's ranks hold."""
-        around = sum(map(self._whole_bytes, (*self.model.before, *self.model.after)))
-        head = self.model.head
-        learns = () if head is None else (replace(head, weights=_trained(head)),)
-        blocks = [sum(map(self._whole_bytes, layer.units)) for layer in self.model.classes]
-        sums = [sum(self._whole_bytes(unit, summed=True) for unit in layer.units) for layer in self.model.classes]
-        # fully_shard's gradients have the dtype of passes until they are sent; others are sent as they are.
-        own_gradients = max(sums if self._shared else blocks, default=0.0)
-        return Gathered(
-            root=around,
-            head=sum(self._whole_bytes(unit, summed=self._shared) for unit in learns),
-            block=max(blocks, default=0.0),
-            beside=own_gradients if self._shared else own_gradients + max(sums, default=0.0),
-            layers=0.0 if self._reshards else sum(c.count * b for c, b in zip(self.model.classes, blocks, strict=True)),
-        )
-
-    def _whole_bytes(self, unit: Unit, *, summed: bool = False) -> float:
-        """Bytes of a unit while its layer is whole, in the dtype of passes, or of sums of gradients.
-
-        0 of experts that stay on their ranks.
-        """
-        share = unit.num_bytes if summed else unit.bytes_in_pass
-        if self._shared:
-            return float(self._inner.layout(unit).resident_bytes * share / max(unit.num_bytes, 1))
-        return 0.0 if unit.note(WholeExperts) is not None else float(share)
-
-    def _predicted(self, units: Sequence[Unit], strategies: Sequence[Strategy]) -> Prediction:
-        held = (unit for unit in units if not self._is_gathered or unit.note(WholeExperts) is None)
-        spec = replace(self.model.spec, units=tuple(held))
-        return predict_part(spec, strategies=strategies, rank=0)
-
-    def in_pass(self, parts: Sequence[range], *, first: bool, last: bool) -> tuple[float, float]:
-        """Bytes of some layers, and of what lies before and behind them, as a pass has them; of their gradients."""
-        held = self._predictions(parts, first=first, last=last)
-        weights = sum(count * (each.copies_bytes or each.weights_bytes) for each, count in held)
-        return weights, sum(count * each.trained_bytes for each, count in held)
-
-    def _predictions(self, parts: Sequence[range], *, first: bool, last: bool) -> list[tuple[Prediction, int]]:
-        predictions = [(self._layers[n], count) for part in parts for n, count in self.model.counts_of(part).items()]
-        return predictions + [(self._before, 1)] * first + [(self._after, 1)] * last
-
-    def of(self, parts: Sequence[range], *, first: bool, last: bool, borrows: bool) -> dict[str, float]:
-        """Bytes by category of some layers, and of what lies before and behind them."""
-        held = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, "slots": 0.0}
-        for prediction, count in self._predictions(parts, first=first, last=last):
-            for category in ("weights", "gradients", "optimizer"):
-                held[category] += count * (prediction.ledger[category] or 0)
-            held["slots"] = max(held["slots"], 0 if self.gathers else prediction.transient_bytes)
-        if borrows and not any(unit.logits for unit in self.model.after):  # a head that the first stage owns
-            held["weights"] += self._before.weights_bytes + self._before.copies_bytes
-            held["gradients"] += self._before.trained_bytes
-        return held
-
-
-def _trained(unit: Unit) -> tuple[Weight, ...]:
-    return tuple(weight for weight in unit.weights if weight.trained)
 
 
 @dataclass(frozen=True)
@@ -461,13 +302,17 @@ class _Passes:
                 number = max(1, self.model.num_layers)
                 late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
                 in_forward = whole.root + max(whole.block, whole.layers)
-                in_backward = whole.root + whole.head + max(2 * whole.block, whole.layers) + whole.beside
+                in_backward = whole.root + whole.head + max(2 * whole.block, whole.layers)
+                in_backward += whole.gradient + whole.message
                 last = {"gradients": late, "gathered": in_backward, "activations": first, "temporaries": inside}
             moments = [
                 {"gradients": early, "gathered": in_forward, "activations": kept, **loss},
                 {"gradients": early, "gathered": in_backward, "activations": kept, "temporaries": temporaries},
                 last,
             ]
+            if self.gathers and not self.sharing and layers and all(layer.backward for layer in self.traced.layers):
+                own, outside = gradients - rank.around, rank.around
+                moments[1:] = self._moments_of_layers(whole, kept=kept, own=own, outside=outside, early=early)
             if any(self.attending):
                 left = kept - self.traced.behind.of(self.rows) if has_head else kept
                 left, beside = max((self._attending(number, kept=left) for number in layers), key=sum)
@@ -475,6 +320,50 @@ class _Passes:
                 moments.append({"gradients": early, "gathered": in_backward, **in_attention})
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
+
+    def _moments_of_layers(
+        self, whole: Gathered, *, kept: float, own: float, outside: float, early: float
+    ) -> Iterator[dict[str, float]]:
+        """A backward under `fully_shard`, point by point of every layer's (see [Note: gathered]).
+
+        Args:
+            whole: what is gathered.
+            kept: by autograd, of all layers and around them.
+            own: gradients of this rank's parts of the layers.
+            outside: of its parts of what lies around these.
+            early: gradients that are there before.
+        """
+        number = self.model.num_layers
+        each = [self._of_layer(place) for place in range(len(self.traced.layers))]
+        of_layers = sum(each[place] * count for place, count in self.model.counts_of(range(number)).items())
+        around = kept - of_layers - self.traced.behind.of(self.rows)
+        for done in {
+            0,
+            min(1, number - 1),
+            max(0, number - 2),
+            number - 1,
+        }:  # between them nothing but grows, or shrinks
+            ahead = 2 if done < number - 1 else 1
+            gathered = whole.root + whole.head + max(ahead * whole.block, whole.layers)
+            gathered += whole.message if done else 0.0  # what the layer behind has sent
+            left = around + of_layers * (number - done - 1) / number
+            for place, layer in enumerate(self.traced.layers):
+                saved = each[place]
+                for point in layer.backward:
+                    there = self._whole(place) if self.again else saved
+                    alive = there + point.row_bytes * self.rows + point.constant_bytes
+                    yield {
+                        "gradients": early or own * done / number,
+                        "gathered": gathered + point.made * whole.gradient,
+                        "activations": left + min(alive, saved),
+                        "temporaries": max(0.0, alive - saved),
+                    }
+            sends = gathered - (whole.message if done else 0.0) - whole.block + whole.gradient + whole.message
+            yield {"gradients": early or own * (done + 1) / number, "gathered": sends, "activations": left}
+        tables = whole.root + whole.head + whole.before + whole.message
+        yield {"gradients": early or own, "gathered": tables, "activations": around}
+        # Beside a message gloo has a copy of it, where others have the gradients that it is made of.
+        yield {"gradients": early or own + outside, "gathered": 2 * whole.root_message}
 
     def _moments_of_stage(
         self, whole: Gathered, *, kept: float, gradients: float, fewest: int
@@ -494,7 +383,7 @@ class _Passes:
 
     def _end_of_first_stage(self, kept: float, *, given: float) -> dict[str, float]:
         """The last gradient of a micro-batch, the embedding's, is made while other micro-batches are kept."""
-        tables = [unit for unit in self.model.before if _trained(unit)]
+        tables = [unit for unit in self.model.before if trained_weights(unit)]
         held = max((float(self.inner.layout(unit).resident_bytes) for unit in tables), default=0.0)
         made = min(held, self.traced.temporaries.constant_bytes)
         if self.ring is not None:  # rows are added where they travel
@@ -514,7 +403,7 @@ class _Passes:
         layers = {number for stage in stages for number in self.model.counts_of(self.parts[stage])}
         units = [unit for number in layers for unit in self.model.classes[number].units]
         units += [head] if has_head and head is not None else []
-        largest = max((w.num_bytes for unit in units for w in _trained(unit)), default=0)
+        largest = max((w.num_bytes for unit in units for w in trained_weights(unit)), default=0)
         return replace(passing, constant_bytes=min(passing.constant_bytes, largest))
 
     def _loss(self, given: float, *, has_head: bool) -> dict[str, float]:

@@ -29,7 +29,8 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
-from rotorch.planner.memory import FixedMemory, Memory, Traced, at_rest, memory_of
+from rotorch.planner.memory import Memory, Traced, memory_of
+from rotorch.planner.memory_at_rest import FixedMemory, at_rest
 from rotorch.planner.speeds import Speeds
 from rotorch.planner.step_time import Planned, StepTime, step_time_if
 from rotorch.planner.workload import FoldedModel, Numerics, fold
