@@ -80,6 +80,8 @@ class FSDPModel(ShardedModel):
         self._reached: set[str] = set()
         """Names of weights that a backward of this step has given a gradient."""
         self._blocks = setup.spec.weights_of_blocks()
+        self._in_parts: set[str] = set()
+        """Weights whose gradients are sent by `early_sums` in parts."""
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -116,16 +118,16 @@ class FSDPModel(ShardedModel):
             self.early_sums.leave()
 
     def _parts(self, sum_later: SumLater) -> list[Part]:
-        self._early = {n for names in self._blocks for n in names if n not in self._beside.held}
-        self._early &= {n for n, held in self.weights.items() if held.parameter.requires_grad}
-        blocks = [tuple(n for n in names if n in self._early) for names in reversed(self._blocks)]
+        trained = {n for n, held in self.weights.items() if held.parameter.requires_grad} - self._beside.held.keys()
+        blocks = [tuple(n for n in names if n in trained) for names in reversed(self._blocks)]
+        self._in_parts = {name for names in blocks for name in names}
         return [Part(names, partial(self._gradients_of, names), sum_later) for names in blocks if names]
 
     def _gradients_of(self, names: Iterable[str]) -> list[Tensor]:
         return [grad for name in names if (grad := self.weights[name].local_grad) is not None]
 
     def _gradients_behind_backward(self) -> list[Tensor]:
-        return self._gradients_of(name for name in self.weights if name not in self._early)
+        return self._gradients_of(name for name in self.weights if name not in self._in_parts)
 
     def unused(self) -> list[str]:
         trained = (name for name in self._names.values() if self.weights[name].parameter.requires_grad)
