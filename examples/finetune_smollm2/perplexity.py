@@ -40,12 +40,13 @@ def main() -> int:
     config.dtype = torch.float32
     with rotorch.on_meta():
         module = causal_lm(config)
+    before_bytes = highest_memory()  # of libraries, twice as much in some builds of torch, and the tokenizer
     model = rotorch.parallelize(module, options.parallel, device="cpu").load(str(gguf))
     peak_bytes = highest_memory()
     share, largest = model.spec.num_bytes / model.num_batch_ranks, max(w.num_bytes for w in model.spec.weights)
     print(
-        f"rank {model.batch_rank}: peak {peak_bytes / 1e6:.0f} MB after loading; its share of the model is "
-        f"{share / 1e6:.0f} MB, the largest tensor {largest / 1e6:.0f} MB",
+        f"rank {model.batch_rank}: peak {peak_bytes / 1e6:.0f} MB after loading, {before_bytes / 1e6:.0f} MB before; "
+        f"its share of the model is {share / 1e6:.0f} MB, the largest tensor {largest / 1e6:.0f} MB",
         flush=True,
     )
     from transformers import AutoTokenizer  # loading needs none
