@@ -75,11 +75,11 @@ __all__ = [
     "FakeTensor",
     "LightDispatchMode",
     "TorchDispatchMode",
-    "around_sums_of_gradients",
     "as_dtensor_class",
     "as_one_message",
     "as_parameter",
     "assert_on_device",
+    "before_sums_of_gradients",
     "copies_its_own_cut",
     "default_store",
     "fake_store",
@@ -405,17 +405,8 @@ def forget_fully_sharded(module: nn.Module) -> Callable[[], None]:
     return lambda: states.update(found)
 
 
-def around_sums_of_gradients(
-    module: nn.Module,
-    before: Callable[[list[tuple[Tensor, nn.Parameter]]], None],
-    after: Callable[[list[Tensor]], None],
-) -> None:
-    """Has a `fully_shard` module call back right before and after it sums gradients, with its trained weights.
-
-    Args:
-        module: under `fully_shard`.
-        before: gets them at rest and whole, as pairs.
-        after: gets them at rest; what it gives the device runs behind the sums, beside computing.
+def before_sums_of_gradients(module: nn.Module, call: Callable[[list[tuple[Tensor, nn.Parameter]]], None]) -> None:
+    """Has a `fully_shard` module call `call` right before it sums gradients, with its trained weights: at rest, whole.
 
     Reason: it leaves weights without a gradient out of its message, which other ranks' messages may contain. Newer
     versions of torch have a switch for this; none says which weights had none.
@@ -424,11 +415,8 @@ def around_sums_of_gradients(
 
         def post_backward(*args: Any, group: Any = group, own: Callable[..., None] = group.post_backward) -> None:
             gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
-            trained = [(e.sharded_param, e._unsharded_param) for e in gathered if e._unsharded_param.requires_grad]
-            before(trained)
+            call([(e.sharded_param, e._unsharded_param) for e in gathered if e._unsharded_param.requires_grad])
             own(*args)
-            with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
-                after([at_rest for at_rest, _ in trained])
 
         group.post_backward = post_backward
 

@@ -14,13 +14,11 @@ class Sent:
     """Sums that are made at once, of a group of one rank; and what was sent."""
 
     def __init__(self):
-        self.sums, self.sent, self.waited = None, [], []
-        self.at_home = {"late": True}
-        self.beside = 0
+        self.sent = []
 
     def later(self, tensor):
-        self.sent.append(tensor.clone())
-        return lambda: self.waited.append(len(self.sent))
+        self.sent.append(tensor)
+        return lambda: None
 
     def part(self, *names, gradients, **more):
         return Part(names, lambda: gradients, self.later, **more)
@@ -94,13 +92,37 @@ def test_a_part_waits_until_it_is_home():
         assert made.numels() == [2]
 
 
-def test_neighbours_in_memory_leave_as_one_message():
-    made, flat = Sent(), torch.arange(10.0)
-    parts = [flat[0:2], flat[2:2], flat[2:6].view(2, 2), flat[7:9], torch.zeros(1), flat[9:10].double()]
-    sums = EarlySums([made.part(gradients=parts)])
+def test_every_gradient_is_a_message_of_its_own_wherever_it_lies():
+    """What other ranks' gradients lie beside, nobody knows: their messages must be as many, and as large."""
+    made, flat = Sent(), torch.arange(8.0)
+    sums = EarlySums([made.part(gradients=[flat[:2], flat[2:2], flat[2:6], torch.ones(2, 3).t()])])
     sums.start()
     end(sums)
-    assert [tensor.tolist() for tensor in made.sent] == [[0, 1, 2, 3, 4, 5], [7, 8], [0], [9]]
+    assert made.numels() == [2, 4, 6]
+
+
+def test_a_step_whose_forward_uses_more_sends_nothing_early_and_those_behind_it_know():
+    made = Sent()
+    sums = EarlySums([made.part("a", gradients=[torch.ones(2)])])
+
+    def early(*uses, additions):
+        sums.start()
+        with sums.micro_batch(last=True):
+            for name in uses:
+                sums.used(name)
+            for _ in range(additions):
+                sums.added("a")
+                sums.leave()
+        found = made.numels()
+        end(sums)
+        made.numels()
+        return found
+
+    assert early("a", additions=1) == []
+    assert early("a", additions=1) == [2]
+    assert early("a", "a", additions=2) == []
+    assert early("a", "a", additions=2) == [2]
+    assert early("another", additions=1) == []
 
 
 def test_an_addition_to_what_has_left_is_refused_by_name():

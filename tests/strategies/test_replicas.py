@@ -1,17 +1,17 @@
-"""Replicas of what another strategy holds: their sums leave under backward, and are those of one process."""
+"""Replicas of what another strategy holds: their sums leave under backward, and are those of one process.
+
+test_replicas_that_differ.py has replicas whose steps are not alike.
+"""
 
 import platform
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
 import rotorch
 from rotorch._torch_private import in_backward
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.core.errors import RankFailure
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
 from rotorch.shard.materialize import take_recipes
@@ -144,47 +144,3 @@ def test_over_shared_memory_they_leave_when_other_ranks_are_ready(layout, tiny):
         compared, config, layout, one_process(config), num_ranks=num_ranks(parse_parallel(layout))
     ):
         assert worst < EXACT and len({sum(step) for step in steps}) == 1
-
-
-class Again(nn.Module):
-    """A model that uses its layers in any order."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(3))
-
-    def forward(self, x, labels, order):
-        for number in order.tolist():
-            x = x + self.layers[number](x)
-        return x
-
-
-def loss_of(module, batch, num_targets):
-    return F.mse_loss(module(**batch), batch["labels"], reduction="sum") / num_targets
-
-
-PLAN = {"layers.*.0": "colwise", "layers.*.1": "rowwise"}
-
-
-def used_again(layout):
-    torch.manual_seed(0)
-    model = rotorch.parallelize(Again(), layout, device="cpu", loss=loss_of, plan=PLAN)
-
-    def step(*order):
-        x = torch.ones(2, 8)
-        model.forward_backward([{"x": x, "labels": torch.zeros(2, 8), "order": torch.tensor(order)}])
-        found = {name: held.local_grad.clone() for name, held in model.weights.items()}
-        model.module.zero_grad()
-        return found
-
-    before = step(0, 1, 2)
-    step(0, 1, 2, 2)  # twice before anything has left: right, and learned
-    again = step(0, 1, 2)
-    with pytest.raises(RankFailure, match=r"adds more often to the gradient of 'layers.2.*' than those before") as text:
-        step(2, 0, 1, 2, 2)
-    return all(torch.equal(before[name], again[name]) for name in before), str(text.value)
-
-
-def test_a_weight_used_more_often_than_before_ends_the_run_by_name():
-    for same, text in run_ranks(used_again, "ddp=2,rtp=2[transport=send_receive]", num_ranks=4):
-        assert same and "Use a weight as often in every step" in text

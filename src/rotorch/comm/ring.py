@@ -142,8 +142,8 @@ class Ring(ABC):
         self._deferred: list[DeferredAdd] = []
         self._begun, self._came_home = [0] * len(self.numels), [0] * len(self.numels)
         """Per item: backward passes of this step, and how many of them are home (see `is_home`)."""
-        self.before_backward: Callable[[int], None] | None = None
-        """Called with an item before each of its backward passes."""
+        self.before_pass: Callable[[int, bool], None] | None = None
+        """Called with an item before each of its passes; True: a backward."""
         self._first_rank = int(setup.mesh.mesh.flatten()[0])
         self._visited = 0
         self.status = StatusWord()
@@ -191,12 +191,12 @@ class Ring(ABC):
     def is_home(self, item: int) -> bool:
         """True if every rank's part of each backward pass of this step so far is in this rank's gradient of the item.
 
-        On a device it is there for what is given to it within `behind_gradients`. Asked between passes.
+        On a GPU it is there for work on the stream of `behind_gradients`. Asked between passes.
         """
         return self._came_home[item] == self._begun[item]
 
     def behind_gradients(self) -> AbstractContextManager[Any]:
-        """A block in which the device does what it is given behind the additions to gradients, beside computing."""
+        """Makes the CUDA stream current on which additions to gradients run, if they have one of their own."""
         return nullcontext()
 
     def home_gradients_of(self, items: Sequence[int]) -> Tensor:
@@ -226,11 +226,15 @@ class Ring(ABC):
         """Yields the slices of an item in this rank's order. With `fetch=False` without their weights."""
         # A hash, no sum: differences of several ranks must not cancel.
         self._visited = hash((self._visited, item, backward)) % ORDER_MODULUS
-        if backward:
-            if self.before_backward is not None:
-                self.before_backward(item)
-            self._begun[item] += 1
+        if self.before_pass is not None:
+            self.before_pass(item, backward)
+        self._begun[item] += backward
         return self._visits(item, backward=backward, fetch=fetch)
+
+    def reads_whole(self, item: int) -> None:
+        """Takes note of a forward that reads an item's slices in place, as one tensor, without visits."""
+        if self.before_pass is not None:
+            self.before_pass(item, False)
 
     @abstractmethod
     def _visits(self, item: int, *, backward: bool, fetch: bool) -> Iterator[Visit]:

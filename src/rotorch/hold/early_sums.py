@@ -5,11 +5,12 @@
     to the last weights first, so parts are given in that order. The order is the same on every rank, whatever each has
     used; parts that were not reached leave behind backward. How often a micro-batch adds to a gradient (more than once,
     where a checkpoint in it runs a backward of its own) is learned from the steps before: the first one sums everything
-    behind its backward, and so does a loop that tells of no last micro-batch.
+    behind its backward, and so does a loop that tells of no last micro-batch, and a step whose forward uses something
+    more often than any before.
 
 [Note: steps that break off]
     A rank may have sent more parts than another one when both leave a step. So the next `start` sends zeros for what
-    has not left: then every message has met its like, and none of the next step meets one of this.
+    has not left: every all-reduce that was started has its counterpart on all ranks before the next step starts any.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rotorch._torch_private import storage_key
+from rotorch._torch_private import in_backward
 from rotorch.comm.axis_group import Wait
 from rotorch.core.errors import RankFailure
 
@@ -46,11 +47,11 @@ class Part:
 
     Attributes:
         names: of what a backward adds to, one by one; none if the part is complete only behind backward.
-        leaves: those of these names, if autograd itself adds to them; else somebody has to call `EarlySums.added`.
-        gradients: gives their tensors, contiguous, once they are complete. The same on all ranks but for their values.
+        leaves: those of these names, if autograd itself adds to them; else the model calls `EarlySums.added`.
+        gradients: gives their tensors once they are complete, a message each: as many on all ranks, as large.
         sum_later: starts the sum of a tensor over the ranks, in place.
         is_home: True if all additions that have begun have been made.
-        beside: a block in which the device does what it is given behind these additions, beside computing.
+        beside: makes the CUDA stream current on which these additions run, so that a sum waits for no other.
     """
 
     names: tuple[str, ...]
@@ -84,6 +85,11 @@ class EarlySums:
         """How often the last micro-batch of this step has added to a gradient."""
         self._expected: Counter[str] | None = None
         """The most of the steps so far."""
+        self._used: Counter[str] = Counter()
+        """How often its forward has used what is known to tell of that, and the most of the steps so far."""
+        self._most_used: Counter[str] = Counter()
+        self._all_leave_behind = False
+        """True in a step that uses something more often than those before."""
 
     def start(self) -> None:
         """Begins a step."""
@@ -91,6 +97,8 @@ class EarlySums:
             for part, sent in zip(self._parts[self._num_left :], self._sent[self._num_left :], strict=True):
                 self._waits += [part.sum_later(like.zeros()) for like in sent]
         self._added.clear()  # nothing is learned from it
+        self._used.clear()
+        self._all_leave_behind = False
         self.wait()
 
     @contextmanager
@@ -101,6 +109,12 @@ class EarlySums:
             yield
         finally:
             self._is_last = False
+
+    def used(self, name: str) -> None:
+        """Takes note that a forward of this rank uses what `name` stands for, which its backward will add to."""
+        if self._is_last and not in_backward():  # there a checkpoint computes again
+            self._used[name] += 1
+            self._all_leave_behind |= self._used[name] > self._most_used[name]
 
     def _note(self, name: str, _: Tensor) -> None:
         self.added(name)
@@ -124,7 +138,7 @@ class EarlySums:
     def leave(self) -> None:
         """Sends parts that are complete (see [Note: when a part leaves])."""
         expected, added = self._expected, self._added
-        if not self._is_last or expected is None:
+        if not self._is_last or expected is None or self._all_leave_behind:
             return
         for part in self._parts[self._num_left :]:
             reached = part.names and all(0 < expected[name] <= added[name] for name in part.names)
@@ -145,10 +159,11 @@ class EarlySums:
             wait()
         if self._added:
             self._expected = (self._expected or Counter()) | self._added
+            self._most_used |= self._used
 
     def _send(self) -> None:
         part = self._parts[self._num_left]
-        tensors = _joined(part.gradients())
+        tensors = [tensor for tensor in part.gradients() if tensor.numel()]
         self._sent[self._num_left] = [_Like(tensor.numel(), tensor.dtype, tensor.device) for tensor in tensors]
         self._num_left += 1
         self._waits += map(part.sum_later, tensors)
@@ -177,24 +192,3 @@ def in_runs(sizes: Sequence[tuple[Name, int]]) -> list[tuple[Name, ...]]:
         runs[-1].append(name)
         numel += size
     return [tuple(run) for run in runs if run]
-
-
-def _joined(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory in fewer flat tensors: neighbours in it become one, so that few messages sum them."""
-    runs: list[list[Tensor]] = []
-    for tensor in (tensor for tensor in tensors if tensor.numel()):
-        if not tensor.is_contiguous():
-            raise AssertionError("a gradient that is summed in place is not contiguous")
-        if runs and _follows(tensor, runs[-1][-1]):
-            runs[-1].append(tensor)
-        else:
-            runs.append([tensor])
-    return [run[0].as_strided((sum(t.numel() for t in run),), (1,)) for run in runs]
-
-
-def _follows(tensor: Tensor, other: Tensor) -> bool:
-    return (
-        tensor.dtype == other.dtype
-        and storage_key(tensor) == storage_key(other)
-        and tensor.storage_offset() == other.storage_offset() + other.numel()
-    )

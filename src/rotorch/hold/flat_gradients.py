@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,28 +69,31 @@ class FlatGradients(Memory):
                 # .data: then each part counts the writes into it alone, by which `unused` knows it.
                 self._in_flat[held.name] = part.view_as(held.local).data
             if self._leaves_early(key[0]):
-                parts += self._in_parts(same, axis_group=key[0][0])
+                parts += self._in_parts(self._flat[key], same, axis_group=key[0][0])
         self._early = EarlySums(parts)
 
     @staticmethod
     def _leaves_early(axis_groups: Sequence[AxisGroup]) -> bool:
         return len(axis_groups) == 1 and axis_groups[0].transport == "messages"
 
-    def _in_parts(self, same: Sequence[ShardedWeight], *, axis_group: AxisGroup) -> list[Part]:
+    @staticmethod
+    def _in_parts(flat: Tensor, same: Sequence[ShardedWeight], *, axis_group: AxisGroup) -> list[Part]:
         leaves = {held.name: held.leaf for held in same if held.leaf is not None}
-        runs = in_runs([(held.name, held.local.numel()) for held in reversed(same)])
-        return [
-            Part(
-                run,
-                partial(self._gradients_of, run[::-1]),
-                axis_group.all_reduce_later,
-                leaves=[leaves[name] for name in run],
+        sizes = {held.name: held.local.numel() for held in reversed(same)}
+        runs, parts, stop = in_runs(list(sizes.items())), [], flat.numel()
+        for run in runs:
+            start = stop - sum(sizes[name] for name in run)
+            neighbours = flat[start:stop]
+            parts.append(
+                Part(
+                    run,
+                    lambda neighbours=neighbours: [neighbours],
+                    axis_group.all_reduce_later,
+                    leaves=[leaves[name] for name in run],
+                )
             )
-            for run in runs
-        ]
-
-    def _gradients_of(self, names: Sequence[str]) -> list[Tensor]:
-        return [self._in_flat[name] for name in names]
+            stop = start
+        return parts
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Encloses the forward and backward of a micro-batch."""

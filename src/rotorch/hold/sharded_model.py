@@ -48,7 +48,7 @@ class ShardedModel(Observable, ABC):
     """The reason why a user's own loop cannot call the model, and what to write instead; None if it can."""
 
     early_sums: EarlySums | None = None
-    """Sums of its gradients that code around it makes (see `summed_by`); they leave while its backward goes on."""
+    """Sums of its gradients over replicas, if there are any (see `summed_by`): they leave while backward goes on."""
 
     calls_start_at_root: bool = False
     """True if a part that is called by itself needs weights that the module's own hooks gather."""

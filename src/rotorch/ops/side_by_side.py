@@ -42,6 +42,7 @@ def linear_side_by_side(
     Returns `[.., O]`. Differentiable in `x`, a plain `bias` and, through the ring, the weights.
     """
     unit.ring.status.now = unit.forward_status
+    unit.ring.reads_whole(unit.item)
     unit.ring.flush_ready()  # other ranks may be waiting for additions that this one has deferred
     cut_bias, plain = (bias, None) if isinstance(bias, RotatingUnit) else (None, bias)
     if not torch.is_grad_enabled() or not (unit.trained or any(t is not None and t.requires_grad for t in (x, plain))):
@@ -52,6 +53,7 @@ def linear_side_by_side(
 def embedding_side_by_side(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None) -> Tensor:
     """Rows of the unit's whole weight `[V, D]` for int64 `ids [..]`: `[.., D]`."""
     unit.ring.status.now = unit.forward_status
+    unit.ring.reads_whole(unit.item)
     if not torch.is_grad_enabled() or not unit.trained:
         return F.embedding(ids, _whole(unit))
     return _EmbeddingSideBySide.apply(unit, padding_idx, unit.anchor, ids)

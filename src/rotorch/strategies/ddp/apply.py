@@ -1,6 +1,6 @@
 """The `ddp` strategy's hold on a model.
 
-Torch's DistributedDataParallel over plain parameters; or, over another strategy, one all-reduce of its gradients.
+Torch's DistributedDataParallel over plain parameters; or, over another strategy, sums of its gradients.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from rotorch._torch_private import sums_are_complete
+from rotorch._torch_private import group_timeout, sums_are_complete
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import any_rank
+from rotorch.comm.transports.message_ring import message_group
 from rotorch.core.errors import ConfigError
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, SimpleShardedModel
@@ -110,9 +112,9 @@ class ReplicatedModel(OuterShardedModel):
     The sums leave under the last backward of a step where that strategy says when gradients are complete.
     """
 
-    def __init__(self, inner: ShardedModel, *, mesh: DeviceMesh) -> None:
+    def __init__(self, inner: ShardedModel, *, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(inner)
-        self._sums = inner.summed_by(AxisGroup.along(mesh, "ddp").all_reduce_later)
+        self._sums = inner.summed_by(_apart(AxisGroup.along(mesh, "ddp"), device=device).all_reduce_later)
         self._earlier: list[EarlierGradient] = []
         self.loss_scale = inner.loss_scale
         replica = mesh.get_local_rank()
@@ -162,9 +164,20 @@ class ReplicatedModel(OuterShardedModel):
         return self._inner.gradients()
 
 
+def _apart(axis_group: AxisGroup, *, device: torch.device) -> AxisGroup:
+    """The same ranks with a process group of their own where theirs is the world's, which a step's other sums use.
+
+    Sums that leave under backward would come between these, at other places on each rank.
+    """
+    if axis_group.group is None or axis_group.group is not dist.group.WORLD:
+        return axis_group
+    timeout_s = group_timeout(axis_group.group, device=device).total_seconds()
+    return replace(axis_group, group=message_group(axis_group.ranks, timeout_s=timeout_s))
+
+
 def apply(setup: Setup) -> ShardedModel:
     """Holds the model whole on every rank, or replicates the inner strategy's model."""
     if setup.inner is not None:
-        return ReplicatedModel(setup.inner, mesh=setup.mesh)
+        return ReplicatedModel(setup.inner, mesh=setup.mesh, device=setup.device)
     setup.prepare_blocks()
     return DDPModel(setup)

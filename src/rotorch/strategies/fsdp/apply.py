@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rotorch._torch_private import around_sums_of_gradients, tree_flatten, tree_unflatten
+from rotorch._torch_private import before_sums_of_gradients, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
@@ -56,10 +56,10 @@ class FSDPModel(ShardedModel):
         for block in repeated_blocks(module):
             block.register_forward_hook(_return_no_views)
             fully_shard(block, mesh=mesh, ignored_params=ignored, **options)
-            around_sums_of_gradients(block, self._note_reached, self._note_summed)
+            before_sums_of_gradients(block, self._note_reached)
         module.register_forward_hook(_return_no_views)
         fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
-        around_sums_of_gradients(module, self._note_reached, self._note_summed)
+        before_sums_of_gradients(module, self._note_reached)
         self._has_begun = False
         module.register_forward_pre_hook(self._begin)  # behind torch's own, which makes what `_recover` resets
         if on_meta:
@@ -80,6 +80,7 @@ class FSDPModel(ShardedModel):
         self._reached: set[str] = set()
         """Names of weights that a backward of this step has given a gradient."""
         self._blocks = setup.spec.weights_of_blocks()
+        self._named_blocks = [(name, module.get_submodule(name)) for name in setup.spec.blocks]
         self._in_parts: set[str] = set()
         """Weights whose gradients are sent by `early_sums` in parts."""
 
@@ -111,13 +112,31 @@ class FSDPModel(ShardedModel):
             else:
                 self._reached.add(self._names[id(at_rest)])
 
-    def _note_summed(self, group: list[Tensor]) -> None:
-        if self.early_sums is not None:
-            for at_rest in group:
-                self.early_sums.added(self._names[id(at_rest)])
-            self.early_sums.leave()
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        with super().micro_batch(last=last):
+            # Called by fully_shard behind its sums, and by autograd where a penalty uses weights at rest. Hooks that
+            # are found between steps count as a user's.
+            watched = [self.weights[name].parameter for name in self._in_parts] if last else []
+            handles = [p.register_post_accumulate_grad_hook(self._note_summed) for p in watched if p.requires_grad]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _note_summed(self, at_rest: Tensor) -> None:
+        assert self.early_sums is not None
+        self.early_sums.added(self._names[id(at_rest)])
+        self.early_sums.leave()
+
+    def _note_forward(self, block: str, *_: Any) -> None:
+        assert self.early_sums is not None
+        self.early_sums.used(block)
 
     def _parts(self, sum_later: SumLater) -> list[Part]:
+        for name, block in self._named_blocks:
+            block.register_forward_pre_hook(partial(self._note_forward, name))
         trained = {n for n, held in self.weights.items() if held.parameter.requires_grad} - self._beside.held.keys()
         blocks = [tuple(n for n in names if n in trained) for names in reversed(self._blocks)]
         self._in_parts = {name for names in blocks for name in names}

@@ -155,19 +155,22 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         if self._within is not None:
             self.shards.reduce(self._within.gradients_in_parts, mesh=self._within.mesh)
         self.shards.reduce(mesh=self._mesh)
-        if self._within is not None:
+        if self._within is not None or self.early_sums is not None:  # a ring of one rank has summed none
             self.shards.unused_count_as_zero()
         super().finish()
 
     def _parts(self, sum_later: SumLater) -> list[Part]:
         ring, names = self.ring, self._names
 
-        def before_backward(item: int) -> None:
+        def before_pass(item: int, backward: bool) -> None:
             assert self.early_sums is not None
-            self.early_sums.leave()  # what has come home since the pass before
-            self.early_sums.added(names[item])
+            if backward:
+                self.early_sums.leave()  # what has come home since the pass before
+                self.early_sums.added(names[item])
+            else:
+                self.early_sums.used(names[item])
 
-        ring.before_backward = before_backward
+        ring.before_pass = before_pass
         trained = [item for unit in self.units if unit.trained for item in unit.items]
         sizes = [(item, ring.home_gradients(item).numel()) for item in reversed(trained)]
         return [
