@@ -93,7 +93,7 @@ def test_a_part_waits_until_it_is_home():
 
 
 def test_every_gradient_is_a_message_of_its_own_wherever_it_lies():
-    """What other ranks' gradients lie beside, nobody knows: their messages must be as many, and as large."""
+    """Gradients of other ranks may lie elsewhere: their messages must be as many, and as large."""
     made, flat = Sent(), torch.arange(8.0)
     sums = EarlySums([made.part(gradients=[flat[:2], flat[2:2], flat[2:6], torch.ones(2, 3).t()])])
     sums.start()

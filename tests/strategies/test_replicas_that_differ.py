@@ -158,5 +158,5 @@ def all_home(layout):
 
 
 def test_all_gradients_are_home_behind_a_step():
-    """Those that left early were, too: tests above would find other sums."""
+    """Gradients that left early were, too: tests above would find other sums."""
     assert run_ranks(all_home, "ddp=2,rtp=2", num_ranks=4) == [True] * 4
