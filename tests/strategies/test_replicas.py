@@ -8,20 +8,18 @@ import platform
 import pytest
 import torch
 import torch.distributed as dist
+from one_process import build, one_process
 
 import rotorch
 from rotorch._torch_private import in_backward
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.models.describe import describe
-from rotorch.models.hf import causal_lm
-from rotorch.shard.materialize import take_recipes
 from rotorch.strategies import num_ranks, parse_parallel
-from rotorch.testing.arithmetic import exact_arithmetic, widen
+from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.batches import global_batch
 from rotorch.testing.compare import gradient_errors
 from rotorch.testing.parity import my_micro_batches
 from rotorch.testing.ranks import run_ranks
-from rotorch.testing.reference import fill, plain_config, reference_step
+from rotorch.testing.reference import plain_config
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -44,22 +42,8 @@ def batch_of(config, step):
     )
 
 
-def build(config):
-    with rotorch.on_meta():
-        return widen(causal_lm(config).train())
-
-
-def one_process(config):
-    """Loss and gradients of every step."""
-    watched, module, steps = build(config), widen(causal_lm(config).train()), []
-    fill(module, spec=describe(watched), recipes=take_recipes(watched), seed=SEED)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(STEPS):
-        with exact_arithmetic():
-            loss = float(reference_step(module, batch_of(config, step)))
-        steps.append((loss, {name: p.grad.clone() for name, p in module.named_parameters()}))
-        optimizer.step()
-    return steps
+def reference(config):
+    return one_process(config, [batch_of(config, step) for step in range(STEPS)], seed=SEED)
 
 
 def sums_of_replicas(patch):
@@ -126,7 +110,7 @@ LAYOUTS = [
 def test_sums_leave_under_backward_and_are_those_of_one_process(layout, tiny):
     config = plain_config(tiny("llama"), layers=4)
     for worst, steps in run_ranks(
-        compared, config, layout, one_process(config), num_ranks=num_ranks(parse_parallel(layout))
+        compared, config, layout, reference(config), num_ranks=num_ranks(parse_parallel(layout))
     ):
         assert worst < EXACT
         (early, late), *later = steps
@@ -141,6 +125,6 @@ def test_over_shared_memory_they_leave_when_other_ranks_are_ready(layout, tiny):
     """The share that leaves early is a matter of time there; what is summed is not."""
     config = plain_config(tiny("qwen3"), layers=3)
     for worst, steps in run_ranks(
-        compared, config, layout, one_process(config), num_ranks=num_ranks(parse_parallel(layout))
+        compared, config, layout, reference(config), num_ranks=num_ranks(parse_parallel(layout))
     ):
         assert worst < EXACT and len({sum(step) for step in steps}) == 1

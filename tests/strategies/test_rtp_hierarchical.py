@@ -4,20 +4,19 @@ import platform
 
 import pytest
 import torch
+from one_process import build, one_process
 from torch import distributed as dist
 
 import rotorch
 from rotorch.comm.meter import Meter
 from rotorch.core.errors import ConfigError
 from rotorch.models.describe import describe
-from rotorch.models.hf import causal_lm
-from rotorch.shard.materialize import take_recipes
 from rotorch.strategies import parse_parallel
-from rotorch.testing.arithmetic import exact_arithmetic, widen
+from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.compare import gradient_errors
 from rotorch.testing.parity import parity_batch
 from rotorch.testing.ranks import run_ranks
-from rotorch.testing.reference import fill, plain_config, reference_step
+from rotorch.testing.reference import plain_config
 from rotorch.testing.traffic import traffic_problems
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -26,22 +25,10 @@ SEED, STEPS, EXACT = 5, 2, 1e-10
 HOSTS = "aabb"
 
 
-def build(config):
-    with rotorch.on_meta():
-        return widen(causal_lm(config).train())
-
-
-def one_process(config):
-    """Loss and gradients of every step."""
-    watched, module, steps = build(config), widen(causal_lm(config).train()), []
-    fill(module, spec=describe(watched), recipes=take_recipes(watched), seed=SEED)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(STEPS):
-        with exact_arithmetic():
-            loss = float(reference_step(module, parity_batch(step=step, vocab_size=config.vocab_size)))
-        steps.append((loss, {name: p.grad.clone() for name, p in module.named_parameters()}))
-        optimizer.step()
-    return steps
+def reference(config):
+    return one_process(
+        config, [parity_batch(step=step, vocab_size=config.vocab_size) for step in range(STEPS)], seed=SEED
+    )
 
 
 def compared(config, layouts, hosts, expected):
@@ -76,7 +63,7 @@ LAYOUTS = [f"rtp=4[transport=hierarchical,recompute={r}]" for r in ("none", "hea
 def test_two_hosts_are_one_process_with_the_bytes_of_the_layout(tiny, tied):
     config = plain_config(tiny("llama"), layers=2)
     config.tie_word_embeddings = tied
-    for of_rank in run_ranks(compared, config, LAYOUTS, HOSTS, one_process(config), num_ranks=4):
+    for of_rank in run_ranks(compared, config, LAYOUTS, HOSTS, reference(config), num_ranks=4):
         for worst, problems, beyond in of_rank:
             assert worst <= EXACT and problems == [] and beyond == 0
 
@@ -84,7 +71,7 @@ def test_two_hosts_are_one_process_with_the_bytes_of_the_layout(tiny, tied):
 def test_sequences_shared_within_a_host_and_over_two_are_one_process(tiny):
     config = plain_config(tiny("llama"), layers=1)
     layouts = [f"rtp=4[transport=hierarchical,context={c}]" for c in (2, 4)]
-    for of_rank in run_ranks(compared, config, layouts, HOSTS, one_process(config), num_ranks=4):
+    for of_rank in run_ranks(compared, config, layouts, HOSTS, reference(config), num_ranks=4):
         for worst, _, beyond in of_rank:
             assert worst <= EXACT and beyond == 0
 
@@ -92,7 +79,7 @@ def test_sequences_shared_within_a_host_and_over_two_are_one_process(tiny):
 def test_replicas_of_two_hosts_are_one_process(tiny):
     config = plain_config(tiny("llama"), layers=1)
     layouts = ["ddp=2,rtp=4[transport=hierarchical]"]
-    for of_rank in run_ranks(compared, config, layouts, "aabbccdd", one_process(config), num_ranks=8):
+    for of_rank in run_ranks(compared, config, layouts, "aabbccdd", reference(config), num_ranks=8):
         for worst, _, beyond in of_rank:
             assert worst <= EXACT and beyond == 0
 
