@@ -170,8 +170,8 @@ class _Backwards:
         """Returns the intervals of a layer's backward."""
         return self._found.get(name, [])
 
-    def watch(self, name: str, layer: nn.Module) -> list[Any]:
-        """Watches a layer; returns the handles of its hooks."""
+    def watch(self, name: str, layer: nn.Module) -> None:
+        """Watches a layer of a model that nobody uses behind the trace: its hooks stay."""
 
         def begins(_: Tensor) -> None:
             self._found[name], self._made, self._base = [], 0, self._live.made_bytes()
@@ -195,9 +195,10 @@ class _Backwards:
             if hidden.requires_grad:
                 hidden.register_hook(begins)
 
-        handles = [weight.register_post_accumulate_grad_hook(made) for weight in layer.parameters()]
-        handles.append(layer.register_forward_pre_hook(given, with_kwargs=True))
-        return [*handles, layer.register_forward_hook(gave)]
+        for weight in layer.parameters():
+            weight.register_post_accumulate_grad_hook(made)
+        layer.register_forward_pre_hook(given, with_kwargs=True)
+        layer.register_forward_hook(gave)
 
     def _note(self, name: str) -> None:
         if name in self._found:
@@ -296,7 +297,8 @@ def _trace(
         live = LiveStorages()
         classes = frozenset() if parts is None else parts.classes
         backwards = _Backwards(live)
-        handles = [handle for name in names for handle in backwards.watch(name, module.get_submodule(name))]
+        for name in names:
+            backwards.watch(name, module.get_submodule(name))
         with live, _named(module, names, units, classes, live=live, saved=saved, given=given):
             live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go
             with (
@@ -313,8 +315,6 @@ def _trace(
             live.name(module.parameters(), category=WEIGHTS)
             live.name((p.grad for p in module.parameters() if p.grad is not None), category=GRADIENTS)
         highest = live.highest()
-        for handle in handles:
-            handle.remove()
     return {**kept, **given, "logits": float(highest[LOGITS]), "temporaries": float(highest[OTHER])}, backwards
 
 

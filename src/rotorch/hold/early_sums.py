@@ -63,7 +63,7 @@ class Part:
 
 
 class EarlySums:
-    """See the module's notes. All ranks of the group call every method but `added` and `leave`, in one order.
+    """See the module's notes. All ranks of the group call every method but `used`, `added` and `leave`, in one order.
 
     Args:
         parts: all gradients that are summed, those that backward completes first in front.
@@ -86,8 +86,9 @@ class EarlySums:
         self._expected: Counter[str] | None = None
         """The most of the steps so far."""
         self._used: Counter[str] = Counter()
-        """How often its forward has used what is known to tell of that, and the most of the steps so far."""
+        """How often its forward has used what tells of that."""
         self._most_used: Counter[str] = Counter()
+        """The most of the steps so far."""
         self._all_leave_behind = False
         """True in a step that uses something more often than those before."""
 

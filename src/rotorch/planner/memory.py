@@ -337,12 +337,8 @@ class _Passes:
         each = [self._of_layer(place) for place in range(len(self.traced.layers))]
         of_layers = sum(each[place] * count for place, count in self.model.counts_of(range(number)).items())
         around = kept - of_layers - self.traced.behind.of(self.rows)
-        for done in {
-            0,
-            min(1, number - 1),
-            max(0, number - 2),
-            number - 1,
-        }:  # between them nothing but grows, or shrinks
+        # Between these numbers of layers that are done it grows evenly, or shrinks.
+        for done in {0, min(1, number - 1), max(0, number - 2), number - 1}:
             ahead = 2 if done < number - 1 else 1
             gathered = whole.root + whole.head + max(ahead * whole.block, whole.layers)
             gathered += whole.message if done else 0.0  # what the layer behind has sent
