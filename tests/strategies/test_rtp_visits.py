@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_rtp_hierarchical import EXACT, SEED, build, one_process
+from one_process import build
+from test_rtp_hierarchical import EXACT, SEED, reference
 
 import rotorch
 from rotorch.comm.meter import Meter
@@ -91,7 +92,7 @@ def test_slices_that_visit_together_are_one_process_with_the_bytes_of_the_layout
 ):
     config = plain_config(tiny(name), layers=2)
     given = layouts(num_ranks, visits, *options)
-    for of_rank in run_ranks(compared, config, given, num_ranks, one_process(config), False, num_ranks=num_ranks):
+    for of_rank in run_ranks(compared, config, given, num_ranks, reference(config), False, num_ranks=num_ranks):
         for layout, (worst, problems, beyond) in zip(given, of_rank, strict=True):
             assert worst < EXACT, layout
             assert (problems, beyond) == ([], 0), layout
@@ -101,7 +102,7 @@ def test_slices_that_visit_together_are_one_process_with_the_bytes_of_the_layout
 def test_a_step_that_breaks_off_on_all_ranks_leaves_nothing_behind(tiny, visits):
     config = plain_config(tiny("llama"), layers=2)
     given = layouts(4, visits, "", ",recompute=slice")
-    for of_rank in run_ranks(compared, config, given, 4, one_process(config), True, num_ranks=4):
+    for of_rank in run_ranks(compared, config, given, 4, reference(config), True, num_ranks=4):
         assert all(worst < EXACT for worst, _, _ in of_rank)
 
 
