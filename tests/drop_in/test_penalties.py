@@ -24,6 +24,7 @@ LAYOUTS = (
     "tesseract=1x1x2[zero=true]",
     "osdp=2[memory=6MiB]",
 )
+OF_FOUR = ("ddp=2,fsdp=2", "ddp=2,rtp=2[transport=send_receive]", "ddp=2,megatron=2", "fsdp=2,megatron=2")
 NUM_BACKWARDS = 3
 
 
@@ -40,9 +41,9 @@ def config(tiny):
     return config
 
 
-def gradients_by_layout(config):
+def gradients_by_layout(config, layouts):
     with exact_arithmetic():
-        return {layout: errors(config, layout) for layout in LAYOUTS}
+        return {layout: errors(config, layout) for layout in layouts}
 
 
 def errors(config, layout):
@@ -55,7 +56,9 @@ def errors(config, layout):
     norm.register_hook(lambda gradient: seen.append(gradient.to_local().clone()) and None)
     found = []
     for step in range(NUM_BACKWARDS):
-        (model(**loop.batch(step)).loss + 0.1 * penalty(model)).backward()
+        first = 0.1 * penalty(model) if step == 1 else 0  # then backward comes to it last
+        then = 0.1 * penalty(model) if step != 1 else 0
+        (first + model(**loop.batch(step)).loss + then).backward()
         for other in others:
             (alone(**other.batch(step)).loss / len(others)).backward()
         (0.1 * penalty(alone)).backward()
@@ -69,12 +72,23 @@ def errors(config, layout):
 @pytest.fixture(scope="module")
 def ranks(config):
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "atp", "tesseract"])
-    return run_ranks(gradients_by_layout, config, num_ranks=2, timeout_s=300)
+    return run_ranks(gradients_by_layout, config, LAYOUTS, num_ranks=2, timeout_s=300)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_a_penalty_are_added(ranks, layout):
+def check(ranks, layout):
     for of_rank in ranks:
         found, summed = of_rank[layout]
         assert max(found) < 1e-10
         assert summed < 1e-12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_a_penalty_are_added(ranks, layout):
+    check(ranks, layout)
+
+
+def test_gradients_of_a_penalty_are_added_once_over_replicas(config):
+    load_step_code(["ddp", "fsdp", "rtp", "megatron"])
+    ranks = run_ranks(gradients_by_layout, config, OF_FOUR, num_ranks=4, timeout_s=300)
+    for layout in OF_FOUR:
+        check(ranks, layout)

@@ -17,10 +17,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +69,10 @@ class PlainCalls:
         heads = head_weights(model.module)
         self._to_note: list[list[Tensor]] = []
         self._of_head = [held for name, held in model.weights.items() if heads & {name, *held.weight.aliases}]
+        self._uses: Counter[str] = Counter()
+        """Of the forward that runs: what tells sums over replicas how often a backward adds to a gradient."""
+        self._uses_of: WeakKeyDictionary[Node, Counter[str]] = WeakKeyDictionary()
+        """Those of each forward whose graph is there, by the node of its anchor."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, part: nn.Module | None = None) -> Any:
         """Runs the module's forward, or that of a part of it, on this rank's own input; returns its output."""
@@ -95,7 +102,9 @@ class PlainCalls:
         """Runs part of the model between two meetings of all ranks, of which the first has been."""
         model = self.model
         model.written_buffers.start()
-        with _gradients_kept(model), model.unsharded(for_calls=True) as callee, model.forward_pass():
+        sums, self._uses = model.sharded.early_sums, Counter()
+        noted = nullcontext() if sums is None else sums.forward(self._uses)
+        with _gradients_kept(model), model.unsharded(for_calls=True) as callee, model.forward_pass(), noted:
             with torch.no_grad():  # gradients are the backward's affair
                 model.sharded.start()
             output = run(callee)
@@ -155,6 +164,8 @@ class PlainCalls:
             return None
         # Anew in each call: a graph that stays refers to the weights, and garbage collection does not see it.
         anchor: Tensor = _AtRest.apply(self._leaf, *(held.parameter for held in self.model.weights.values()))
+        if self.model.sharded.early_sums is not None:
+            self._uses_of[get_gradient_edge(anchor).node] = self._uses
         return anchor
 
     def _leave(self, tensor: Tensor, anchor: Tensor | None) -> Tensor:
@@ -213,7 +224,8 @@ class PlainCalls:
             )
         if self._backward is None:
             self.model.meet(ModelCall.BACKWARD)
-            self._backward = _Backward(self.model, all_gradients=all_gradients)
+            uses = sum((uses for node, uses in self._uses_of.items() if will_be_run(node)), Counter[str]())
+            self._backward = _Backward(self.model, all_gradients=all_gradients, uses=uses)
             when_backward_ends(_AtEnd(self._end_backward, otherwise=self.settle))
 
     def _end_backward(self) -> None:
@@ -251,12 +263,13 @@ class _Backward:
     Args:
         model: whose.
         all_gradients: it is for the weights' gradients; if not (`torch.autograd.grad` of inputs), they stay.
+        uses: of the forwards that it comes back through.
 
     Attributes:
         task: autograd's number of it.
     """
 
-    def __init__(self, model: ParallelModel, *, all_gradients: bool) -> None:
+    def __init__(self, model: ParallelModel, *, all_gradients: bool, uses: Mapping[str, int]) -> None:
         self.task = graph_task()
         self._model = model
         self._before = [held.parameter for held in model.weights.values() if held.parameter.grad is not None]
@@ -267,6 +280,11 @@ class _Backward:
             self._unsharded.enter_context(model.unsharded(for_calls=True))
             self._unused = UnusedWeights(model.sharded, mesh=model.mesh)
             model.sharded.start()
+            # A step of one micro-batch: sums over replicas may leave under it.
+            self._micro_batch = self._unsharded.enter_context(ExitStack())
+            self._micro_batch.enter_context(model.sharded.micro_batch(last=all_gradients))
+            if model.sharded.early_sums is not None:
+                model.sharded.early_sums.has_used(uses)
         self._past = _GradientsPastThePass(model)
 
     @contextmanager
@@ -281,6 +299,7 @@ class _Backward:
         """Completes gradients, and gives the module its parameters again. Weights may change afterwards."""
         self._past.take()
         with self._breaking_off(), torch.enable_grad():
+            self._micro_batch.close()
             num_unused = self._unused.count()
             self._model.sharded.finish()
             self._unused.drop(self._model.meet(ModelCall.BACKWARD_DONE, num_targets=num_unused))
@@ -315,19 +334,35 @@ class _GradientsPastThePass:
     """Gradients that a loss gives weights at rest, as a penalty on weights does, within one backward pass.
 
     Autograd adds them to the parameters' own `.grad`, while the pass makes gradients in memory of its own that takes
-    their place at its end. So earlier gradients are kept apart in between. Weights whose tensors other code puts into
-    the module (`fully_shard`) have theirs added as they come.
+    their place at its end. So earlier gradients are kept apart in between. To parameters that other code puts into the
+    module (`fully_shard`) the pass adds as well: there autograd is given zeros, and what it had to add is kept apart.
+    Each rank has such gradients once, and they are no part of what is summed over replicas.
     """
 
     def __init__(self, model: ParallelModel) -> None:
+        self._sharded = model.sharded
         self._before = [(held, held.parameter.grad) for held in model.weights.values() if held.sites]
         self._taken: list[tuple[ShardedWeight, DTensor]] = []
         for held, before in self._before:
             if before is not None:
                 held.parameter.grad = None
+        self._handles = [
+            held.parameter.register_hook(partial(self._keep_apart, held))
+            for held in model.weights.values()
+            if not held.sites and held.parameter.requires_grad
+        ]
+
+    def _keep_apart(self, held: ShardedWeight, gradient: DTensor | None) -> Tensor | None:
+        if gradient is None:  # of the anchor
+            return None
+        self._taken.append((held, gradient))
+        self._sharded.adds_zeros(held.name)
+        return torch.zeros_like(held.parameter)
 
     def take(self) -> None:
         """Takes them off the parameters, which have their earlier gradients again. Once."""
+        while self._handles:
+            self._handles.pop().remove()
         for held, before in self._before:
             given = held.parameter.grad
             if given is not None:

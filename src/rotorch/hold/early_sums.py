@@ -5,8 +5,8 @@
     to the last weights first, so parts are given in that order. The order is the same on every rank, whatever each has
     used; parts that were not reached leave behind backward. How often a micro-batch adds to a gradient (more than once,
     where a checkpoint in it runs a backward of its own) is learned from the steps before: the first one sums everything
-    behind its backward, and so does a loop that tells of no last micro-batch, and a step whose forward uses something
-    more often than any before.
+    behind its backward, and so does a step whose forward uses something more often than any before.
+    In a loop of a user's own each backward is a step, of forwards that were passes by themselves (`forward`).
 
 [Note: steps that break off]
     A rank may have sent more parts than another one when both leave a step. So the next `start` sends zeros for what
@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +63,7 @@ class Part:
 
 
 class EarlySums:
-    """See the module's notes. All ranks of the group call every method but `used`, `added` and `leave`, in one order.
+    """See the module's notes. All ranks of the group call `start`, `micro_batch`, `send_rest` and `wait`, in one order.
 
     Args:
         parts: all gradients that are summed, those that backward completes first in front.
@@ -87,6 +87,8 @@ class EarlySums:
         """The most of the steps so far."""
         self._used: Counter[str] = Counter()
         """How often its forward has used what tells of that."""
+        self._counted: Counter[str] | None = None
+        """Where uses of the forward that runs are counted, if any are."""
         self._most_used: Counter[str] = Counter()
         """The most of the steps so far."""
         self._all_leave_behind = False
@@ -106,16 +108,31 @@ class EarlySums:
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Encloses the forward and backward of a micro-batch."""
         self._has_begun, self._is_last = True, last
+        with self.forward(self._used) if last else nullcontext():
+            try:
+                yield
+            finally:
+                self._is_last = False
+
+    @contextmanager
+    def forward(self, uses: Counter[str]) -> Iterator[None]:
+        """Encloses a forward, whose uses it adds to `uses`: for `has_used` of the step that comes back through it."""
+        before, self._counted = self._counted, uses
         try:
             yield
         finally:
-            self._is_last = False
+            self._counted = before
 
     def used(self, name: str) -> None:
         """Takes note that a forward of this rank uses what `name` stands for, which its backward will add to."""
-        if self._is_last and not in_backward():  # there a checkpoint computes again
-            self._used[name] += 1
-            self._all_leave_behind |= self._used[name] > self._most_used[name]
+        if self._counted is not None and not in_backward():  # there a checkpoint computes again
+            self._counted[name] += 1
+            self._all_leave_behind |= self._is_last and self._used[name] > self._most_used[name]
+
+    def has_used(self, uses: Mapping[str, int]) -> None:
+        """Takes note of the uses of forwards before this step, through which its backward will come."""
+        self._used.update(uses)
+        self._all_leave_behind |= any(self._used[name] > self._most_used[name] for name in uses)
 
     def _note(self, name: str, _: Tensor) -> None:
         self.added(name)

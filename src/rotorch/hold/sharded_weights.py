@@ -422,8 +422,15 @@ class ShardedWeights:
         mesh = self._mesh if mesh is None else mesh
         if mesh.size() == 1:
             return
-        leaves = self.leaves
-        names = [n for n in (leaves if names is None else names) if leaves[n].requires_grad]
+        for flat in self.side_by_side(self.leaves if names is None else names):
+            all_reduce_sum(flat, mesh=mesh)
+
+    def side_by_side(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Puts the passes' gradients of some weights side by side; yields them, a tensor for each dtype.
+
+        They are the weights' gradients from then on. One that no pass has used counts as zeros.
+        """
+        names = [n for n in names if self.leaves[n].requires_grad]
         # Sorted: a set's order differs between processes, and all ranks must sum the same dtype at once.
         for dtype in sorted({self.held[n].local.dtype for n in names}, key=str):
             alike = [self.held[n] for n in names if self.held[n].local.dtype == dtype]
@@ -435,13 +442,13 @@ class ShardedWeights:
             for held, flat_part in zip(alike, flat.split(numels), strict=True):
                 part, gradient = flat_part.view_as(held.local), self.memory.gradient(held)
                 part.zero_() if gradient is None else part.copy_(gradient)
-                # The gradient itself lies in the buffer, so the sum needs no copy back.
+                # The gradient itself lies there, so a sum needs no copy back.
                 self.memory.put_gradient(held, part)
                 held.gradient_stays = True
-            all_reduce_sum(flat, mesh=mesh)
+            yield flat
 
     def gradients_move(self) -> None:
-        """Takes note that gradients lie elsewhere from now on, where they stay; frees what `reduce` keeps for them."""
+        """Takes note that gradients lie elsewhere from now on, where they stay; frees what `side_by_side` keeps."""
         self._sums.clear()
         for held in self.held.values():
             held.gradient_moves()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch._torch_private import group_timeout, sums_are_complete
-from rotorch.comm.axis_group import AxisGroup
-from rotorch.comm.collectives import any_rank
+from rotorch.comm.axis_group import AxisGroup, Wait
+from rotorch.comm.collectives import all_reduce_sum_later, any_rank
+from rotorch.comm.shared_memory_reduce import shared_reduce_of
 from rotorch.comm.transports.message_ring import message_group
 from rotorch.core.errors import ConfigError
+from rotorch.hold.early_sums import EarlySums, Part, in_runs
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
@@ -31,8 +34,9 @@ class DDPModel(SimpleShardedModel):
     """The whole model on every rank; torch's DDP sums gradients in buckets, under backward.
 
     Not in the first step: DDP sums nothing in a step that leaves a weight out, so that one finds out. Where weights are
-    left out, gradients are summed after each backward, and also where passes compute in another dtype than the weights
-    have: DDP's buckets would have that of the passes.
+    left out, gradients are summed by `early_sums`, and also where passes compute in another dtype than the weights
+    have: DDP's buckets would have that of the passes; and in loops of a user's own, where DDP would need each forward
+    followed by its backward, and all weights used.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -46,6 +50,33 @@ class DDPModel(SimpleShardedModel):
         """True if DDP sums those of this pass."""
         # DDP averages; the rule here is to sum.
         self.loss_scale = 1.0 if setup.param_dtype is not None else float(setup.mesh.size())
+        self.early_sums = EarlySums(self._parts_of(setup))
+
+    def _parts_of(self, setup: Setup) -> list[Part]:
+        mesh, leaves = setup.mesh, self.shards.leaves
+        blocks = setup.spec.weights_of_blocks()[::-1]
+        inside = {name for names in blocks for name in names}
+        order = [*(name for names in blocks for name in names), *(name for name in leaves if name not in inside)]
+        sizes = {name: leaves[name].numel() for name in order if leaves[name].requires_grad}
+        if mesh.size() == 1 or not sizes:
+            return []
+        dtypes = {self.weights[name].local.dtype for name in sizes}
+        all_of_them = torch.empty((), dtype=max(dtypes, key=lambda dtype: dtype.itemsize), device=setup.device)
+        if shared_reduce_of(mesh.get_group(), tensor=all_of_them.expand(sum(sizes.values()))) is not None:
+            # One sum behind backward: where nothing travels, ranks would only wait for each other under it.
+            return [Part((), partial(self._side_by_side, list(sizes)), partial(_sum_later, mesh=mesh))]
+        sum_later = _apart(AxisGroup.along(mesh, "ddp"), device=setup.device).all_reduce_later
+        return [
+            Part(run, partial(self._side_by_side, run), sum_later, leaves=[leaves[name] for name in run])
+            for run in in_runs(list(sizes.items()))
+        ]
+
+    def _side_by_side(self, names: Sequence[str]) -> list[Tensor]:
+        return list(self.shards.side_by_side(names))
+
+    def start(self) -> None:
+        self.early_sums.start()
+        super().start()
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -63,10 +94,12 @@ class DDPModel(SimpleShardedModel):
                 self._under_backward = False
 
     def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
-        """Yields the module itself: torch's DDP needs each forward followed by its backward, and all weights used."""
+        """Yields the module itself."""
         return super().unsharded()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        if not self._under_backward:
+            return super().micro_batch(last=last)
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 
     def forward_backward(
@@ -79,7 +112,8 @@ class DDPModel(SimpleShardedModel):
 
     def finish(self) -> None:
         if not self._under_backward:
-            self.shards.reduce()
+            self.early_sums.send_rest()
+            self.early_sums.wait()
             for leaf in self.shards.leaves.values() if self.loss_scale != 1.0 else ():
                 if leaf.grad is not None:
                     leaf.grad.div_(self.loss_scale)  # the mean, as torch's DDP leaves it
@@ -90,6 +124,15 @@ class DDPModel(SimpleShardedModel):
                 "call model(...) and loss.backward() in place of forward_backward, from the first step on"
             )
         super().finish()
+
+
+def _sum_later(flat: Tensor, *, mesh: DeviceMesh) -> Wait:
+    summed = all_reduce_sum_later(flat, mesh=mesh)
+
+    def wait() -> None:
+        summed()
+
+    return wait
 
 
 def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
@@ -114,7 +157,7 @@ class ReplicatedModel(OuterShardedModel):
 
     def __init__(self, inner: ShardedModel, *, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__(inner)
-        self._sums = inner.summed_by(_apart(AxisGroup.along(mesh, "ddp"), device=device).all_reduce_later)
+        self.early_sums = inner.summed_by(_apart(AxisGroup.along(mesh, "ddp"), device=device).all_reduce_later)
         self._earlier: list[EarlierGradient] = []
         self.loss_scale = inner.loss_scale
         replica = mesh.get_local_rank()
@@ -135,7 +178,7 @@ class ReplicatedModel(OuterShardedModel):
         # Gradients that the user has not cleared are summed over the replicas already, and must not be once more.
         there = [held for held in self.weights.values() if held.parameter.grad is not None]
         self._earlier = [EarlierGradient(held) for held in there] if torch.is_grad_enabled() else []
-        self._sums.start()
+        self.early_sums.start()
         self._inner.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -153,8 +196,8 @@ class ReplicatedModel(OuterShardedModel):
 
     def finish(self) -> None:
         self._inner.finish()
-        self._sums.send_rest()
-        self._sums.wait()
+        self.early_sums.send_rest()
+        self.early_sums.wait()
         # After the sum, which also runs over the buffers of weights that this step has not used.
         for earlier in self._earlier:
             earlier.add_back()

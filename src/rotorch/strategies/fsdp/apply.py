@@ -79,6 +79,8 @@ class FSDPModel(ShardedModel):
         self._names = {id(held.parameter): name for name, held in self.weights.items()}
         self._reached: set[str] = set()
         """Names of weights that a backward of this step has given a gradient."""
+        self._zeros_come: set[str] = set()
+        """Names of those to whose gradient autograd adds zeros next."""
         self._blocks = setup.spec.weights_of_blocks()
         self._named_blocks = [(name, module.get_submodule(name)) for name in setup.spec.blocks]
         self._in_parts: set[str] = set()
@@ -101,7 +103,7 @@ class FSDPModel(ShardedModel):
                     child.reshard()
 
     def start(self) -> None:
-        self._reached = set()
+        self._reached, self._zeros_come = set(), set()
         self._beside.start()
 
     def _note_reached(self, group: list[tuple[Tensor, nn.Parameter]]) -> None:
@@ -125,9 +127,16 @@ class FSDPModel(ShardedModel):
                 for handle in handles:
                     handle.remove()
 
+    def adds_zeros(self, name: str) -> None:
+        self._zeros_come.add(name)
+
     def _note_summed(self, at_rest: Tensor) -> None:
+        name = self._names[id(at_rest)]
+        if name in self._zeros_come:
+            self._zeros_come.discard(name)
+            return
         assert self.early_sums is not None
-        self.early_sums.added(self._names[id(at_rest)])
+        self.early_sums.added(name)
         self.early_sums.leave()
 
     def _note_forward(self, block: str, *_: Any) -> None:
