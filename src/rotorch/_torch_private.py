@@ -92,6 +92,7 @@ __all__ = [
     "graph_task",
     "group_size",
     "group_timeout",
+    "has_hooks_after_accumulation",
     "hooks_of_gradient",
     "import_what_steps_need",
     "in_backward",
@@ -240,7 +241,7 @@ def will_be_run(node: Node) -> bool:
 def hooks_of_gradient(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Returns the hooks that `register_hook` has put on a tensor.
 
-    Reason (of this and the next four): autograd calls them at leaves of its graph, which parameters at rest are not.
+    Reason (of this and the next five): autograd calls them at leaves of its graph, which parameters at rest are not.
     """
     return list((parameter._backward_hooks or {}).values())
 
@@ -256,6 +257,11 @@ def take_hooks_of_gradient(parameter: Tensor) -> Any:
 def put_hooks_of_gradient(parameter: Tensor, hooks: Any) -> None:
     """Puts back what `take_hooks_of_gradient` took: the same object, by which handles find their hook."""
     parameter._backward_hooks = hooks
+
+
+def has_hooks_after_accumulation(parameter: Tensor) -> bool:
+    """True if `register_post_accumulate_grad_hook` has put any on a tensor."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def take_hooks_after_accumulation(parameter: Tensor) -> tuple[Any, dict[int, Any]] | None:

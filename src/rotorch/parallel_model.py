@@ -289,6 +289,11 @@ class ParallelModel:
         """
         trained = {held.local.dtype for held in self.weights.values() if held.parameter.requires_grad}
         refuse_float16({*trained, self._autocast_dtype, self._param_dtype})
+        if not all(held.is_summed() for held in self.weights.values() if held.parameter.grad is not None):
+            raise ConfigError(
+                "forward_backward: the last backward was within no_sync(), and its gradients are not summed over "
+                "replicas. Let the last backward of a step run outside of it, or clear them by optimizer.zero_grad()"
+            )
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         doing = ModelCall.STEP_MORE if accumulate else ModelCall.STEP
         num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)  # counted where the batches are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -75,3 +76,16 @@ def weights_that_a_loss_leaves_out(loop):
         output = loop.model(**loop.batch(step), output_hidden_states=True)
         (output.loss if step == 0 else output.hidden_states[1].pow(3).mean()).backward()
         yield update
+
+
+@idiom
+def accumulation_within_no_sync(loop):
+    """As under DistributedDataParallel: only the last micro-batch of a step sends gradients."""
+    no_sync = getattr(loop.model, "no_sync", nullcontext)
+    for step in range(MORE_STEPS):
+        for part in range(3):
+            with no_sync() if part < 2 else nullcontext():
+                loss = loop.model(**loop.batch(step, part)).loss / 3
+                loss.backward()
+            loop.say(loss)
+        yield

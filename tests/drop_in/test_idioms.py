@@ -36,6 +36,8 @@ LAYOUTS = (
     "ddp=2,atp=1x2",
     "fsdp=2,megatron=2",
     "rtp=2,megatron=2",
+    "ddp=2,fsdp=2",
+    "ddp=2,rtp=2[transport=send_receive]",
 )
 EVERY = 8
 """One cell in so many is of the sample: neither it nor the number of layouts divides the other."""

@@ -49,6 +49,7 @@ class ModelCall(IntEnum):
     GATHER = 17
     SAVE = 18
     LOAD = 19
+    BACKWARD_UNSUMMED = 20
 
     @property
     def is_end(self) -> bool:
@@ -63,6 +64,7 @@ _TEXTS = {
     ModelCall.LOOK_DONE: "calls the model without gradients",
     ModelCall.BACKWARD: "calls backward",
     ModelCall.BACKWARD_DONE: "calls backward",
+    ModelCall.BACKWARD_UNSUMMED: "calls backward within no_sync()",
     ModelCall.STEP: "calls forward_backward",
     ModelCall.EVALUATION: "calls evaluate",
     ModelCall.PREDICTION: "calls predict",
@@ -80,10 +82,11 @@ _TEXTS = {
 
 
 _OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD)
-_OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
+_BACKWARDS = (ModelCall.BACKWARD, ModelCall.BACKWARD_UNSUMMED)
+_OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, *_BACKWARDS, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
 
-_LEARN = (ModelCall.FORWARD, ModelCall.BACKWARD, ModelCall.STEP, ModelCall.STEP_MORE)
+_LEARN = (ModelCall.FORWARD, *_BACKWARDS, ModelCall.STEP, ModelCall.STEP_MORE)
 
 _IN_ORDER = "give every rank equally many batches, and let all of them call models, and backward, in the same order"
 _BY_ALL = "let all ranks call it, and only one write what comes of it"

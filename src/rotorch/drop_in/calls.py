@@ -55,10 +55,11 @@ class PlainCalls:
 
     Attributes:
         model: whose.
+        sums: backwards sum gradients over replicas; False within `no_sync`.
     """
 
     def __init__(self, model: ParallelModel) -> None:
-        self.model = model
+        self.model, self.sums = model, True
         self.scale = model.sharded.loss_scale / model.num_batch_ranks
         self._leaf = torch.zeros((), requires_grad=True)
         """A leaf of every graph: a backward comes to it if it is for all gradients."""
@@ -223,10 +224,25 @@ class PlainCalls:
                 "requires_grad_(False) of weights that shall have none"
             )
         if self._backward is None:
-            self.model.meet(ModelCall.BACKWARD)
+            leaves_sums = self._meet_for_backward()
             uses = sum((uses for node, uses in self._uses_of.items() if will_be_run(node)), Counter[str]())
-            self._backward = _Backward(self.model, all_gradients=all_gradients, uses=uses)
+            self._backward = _Backward(self.model, all_gradients=all_gradients, leaves_sums=leaves_sums, uses=uses)
             when_backward_ends(_AtEnd(self._end_backward, otherwise=self.settle))
+
+    def _meet_for_backward(self) -> bool:
+        """Waits for all ranks; returns True if this backward leaves its sums over replicas to a later one."""
+        put_off = self.model.sharded.put_off
+        asked = put_off is not None and not self.sums
+        # Hooks see gradients of all ranks, so where any rank has one, every backward sums.
+        are_hooked = put_off is not None and self.model.hooks.any
+        doing = ModelCall.BACKWARD_UNSUMMED if asked else ModelCall.BACKWARD
+        num_hooked = self.model.meet(doing, num_targets=int(are_hooked))
+        if num_hooked and put_off is not None and put_off.are_due:
+            raise ConfigError(
+                "no_sync: hooks of gradients see those of all ranks, and a rank has registered one while gradients of "
+                "this step were not summed yet. Register hooks between steps"
+            )
+        return asked and not num_hooked
 
     def _end_backward(self) -> None:
         ended, self._backward = self._backward, None
@@ -263,21 +279,27 @@ class _Backward:
     Args:
         model: whose.
         all_gradients: it is for the weights' gradients; if not (`torch.autograd.grad` of inputs), they stay.
+        leaves_sums: over replicas to a later one.
         uses: of the forwards that it comes back through.
 
     Attributes:
         task: autograd's number of it.
     """
 
-    def __init__(self, model: ParallelModel, *, all_gradients: bool, uses: Mapping[str, int]) -> None:
+    def __init__(
+        self, model: ParallelModel, *, all_gradients: bool, leaves_sums: bool, uses: Mapping[str, int]
+    ) -> None:
         self.task = graph_task()
-        self._model = model
+        self._model, self._put_off = model, model.sharded.put_off
+        self._were_due = self._put_off is not None and self._put_off.are_due
         self._before = [held.parameter for held in model.weights.values() if held.parameter.grad is not None]
         self._kept = None if all_gradients else _kept_gradients(model)
         self._unsharded = ExitStack()
         with self._breaking_off(), torch.enable_grad():
             self._unsharded.enter_context(model.hooks.called_after(all_gradients=all_gradients))
             self._unsharded.enter_context(model.unsharded(for_calls=True))
+            if self._put_off is not None:
+                self._unsharded.enter_context(self._put_off.asking(leaves_sums))
             self._unused = UnusedWeights(model.sharded, mesh=model.mesh)
             model.sharded.start()
             # A step of one micro-batch: sums over replicas may leave under it.
@@ -307,6 +329,8 @@ class _Backward:
         self._unsharded.close()
         if self._kept is None:
             return
+        if self._put_off is not None:
+            self._put_off.are_due = self._were_due
         for name, held in self._model.weights.items():
             before = self._kept.get(name)
             if before is None:
@@ -341,6 +365,9 @@ class _GradientsPastThePass:
 
     def __init__(self, model: ParallelModel) -> None:
         self._sharded = model.sharded
+        put_off = model.sharded.put_off
+        self._share = put_off.share if put_off is not None and put_off.asked else 1.0
+        """Of each in this rank's sum: all replicas have the same, and a later sum is over replicas."""
         self._before = [(held, held.parameter.grad) for held in model.weights.values() if held.sites]
         self._taken: list[tuple[ShardedWeight, DTensor]] = []
         for held, before in self._before:
@@ -377,6 +404,8 @@ class _GradientsPastThePass:
         for held, gradient in self._taken:
             if gradient.placements != held.parameter.placements:
                 gradient = gradient.redistribute(placements=held.parameter.placements)
+            if self._share != 1.0:
+                gradient = gradient * self._share if self._share else torch.zeros_like(gradient)
             if held.local_grad is None:
                 held.parameter.grad = gradient
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -65,6 +65,21 @@ class ParallelModule(nn.Module):
         if calls.model.in_pass:
             return super().__call__(*args, **kwargs)
         return calls(args, kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards within it leave sums over replicas to the first one behind it, as under DistributedDataParallel.
+
+        For all but the last micro-batch of a step, where `ddp` is on slow links. Gradients are this replica's alone in
+        between, and an optimizer's step is refused. What other strategies do in a backward they do as ever; so does
+        `ddp` while a parameter has a gradient hook. All ranks.
+        """
+        calls = calls_of(self)
+        before, calls.sums = calls.sums, False
+        try:
+            yield
+        finally:
+            calls.sums = before
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Refused: see `_refuse_compile`."""

@@ -29,10 +29,12 @@ _NEED_WHOLE = {
 def look_at_steps_of_optimizers() -> None:
     """Has every `optimizer.step()` looked at, for good; once.
 
-    Steps of torch's LBFGS, Adafactor and Muon over cut weights raise `ConfigError`; loaded state is cut like weights.
+    Steps of torch's LBFGS, Adafactor and Muon over cut weights raise `ConfigError`, and so do steps with gradients of
+    one replica alone; loaded state is cut like weights.
     Each step raises the versions of its weights, by which ranks see that one of them has made none since its last pass.
     """
     register_optimizer_step_pre_hook(_refuse_if_cut)
+    register_optimizer_step_pre_hook(_refuse_if_not_summed)
     register_optimizer_step_pre_hook(_CutsLoadedState())
     register_optimizer_step_post_hook(_raise_versions)
 
@@ -78,6 +80,15 @@ def _refuse_if_cut(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
                     f"torch.optim.{type(optimizer).__name__} on a weight of shape {list(parameter.shape)}, of which "
                     f"each rank has a part: it {why}, or a layout that keeps weights whole (ddp)"
                 )
+
+
+def _refuse_if_not_summed(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    if any(held is not None and not held.is_summed() for held in map(weight_of, trained)):
+        raise ConfigError(
+            f"torch.optim.{type(optimizer).__name__}.step: the last backward was within no_sync(), and each replica "
+            "would make a step of its own. Let the last backward of a step run outside of it"
+        )
 
 
 class PlainParameters:

@@ -81,6 +81,8 @@ class EarlySums:
         self._sent: list[list[_Like]] = [[] for _ in parts]
         """Per part: the messages of the last step that sent it."""
         self._has_begun = self._is_last = False
+        self._sends = True
+        """False in a step that leaves its sums to a later one."""
         self._added: Counter[str] = Counter()
         """How often the last micro-batch of this step has added to a gradient."""
         self._expected: Counter[str] | None = None
@@ -94,8 +96,9 @@ class EarlySums:
         self._all_leave_behind = False
         """True in a step that uses something more often than those before."""
 
-    def start(self) -> None:
-        """Begins a step."""
+    def start(self, *, sends: bool = True) -> None:
+        """Begins a step; `sends`: with sums."""
+        self._sends = sends
         if self._has_begun:  # see [Note: steps that break off]
             for part, sent in zip(self._parts[self._num_left :], self._sent[self._num_left :], strict=True):
                 self._waits += [part.sum_later(like.zeros()) for like in sent]
@@ -107,8 +110,8 @@ class EarlySums:
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Encloses the forward and backward of a micro-batch."""
-        self._has_begun, self._is_last = True, last
-        with self.forward(self._used) if last else nullcontext():
+        self._has_begun, self._is_last = self._sends, last and self._sends
+        with self.forward(self._used) if self._is_last else nullcontext():
             try:
                 yield
             finally:
@@ -167,7 +170,7 @@ class EarlySums:
 
     def send_rest(self) -> None:
         """Sends what is left, behind backward."""
-        while self._num_left < len(self._parts):
+        while self._sends and self._num_left < len(self._parts):
             self._send()
 
     def wait(self) -> None:

@@ -22,6 +22,7 @@ from rotorch.comm.observe import Observable, Observer
 from rotorch.comm.status_word import StatusWord
 from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.hold.early_sums import EarlySums, Part, SumLater
+from rotorch.hold.put_off import PutOffSums
 from rotorch.hold.sharded_weights import ShardedWeights
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import ShardedWeight
@@ -49,6 +50,9 @@ class ShardedModel(Observable, ABC):
 
     early_sums: EarlySums | None = None
     """Sums of its gradients over replicas, if there are any (see `summed_by`): they leave while backward goes on."""
+
+    put_off: PutOffSums | None = None
+    """Sums over replicas that steps may leave to a later one; None if it has none."""
 
     calls_start_at_root: bool = False
     """True if a part that is called by itself needs weights that the module's own hooks gather."""
@@ -226,7 +230,8 @@ class SimpleShardedModel(ShardedModel):
             if names
         ]
 
-    def _gradients_of(self, names: Iterable[str]) -> list[Tensor]:
+    def _gradients_of(self, names: Sequence[str]) -> list[Tensor]:
+        self.shards.add_earlier(names)
         found = (self.shards.memory.gradient(self.weights[name]) for name in names)
         return [gradient for gradient in found if gradient is not None]
 

@@ -425,10 +425,26 @@ class ShardedWeights:
         for flat in self.side_by_side(self.leaves if names is None else names):
             all_reduce_sum(flat, mesh=mesh)
 
-    def side_by_side(self, names: Iterable[str]) -> Iterator[Tensor]:
+    def add_earlier(self, names: Iterable[str]) -> None:
+        """Adds gradients of earlier steps to those of some weights now, before a sum that is to contain both."""
+        for held in (self.held[name] for name in names):
+            if held.earlier is None:
+                continue
+            gradient = self.memory.gradient(held)
+            if gradient is None:
+                self.memory.put_gradient(held, held.earlier)
+            else:
+                gradient.add_(held.earlier)
+            held.earlier = None
+
+    def side_by_side(self, names: Iterable[str], *, anew: bool = False) -> Iterator[Tensor]:
         """Puts the passes' gradients of some weights side by side; yields them, a tensor for each dtype.
 
         They are the weights' gradients from then on. One that no pass has used counts as zeros.
+
+        Args:
+            names: of the weights.
+            anew: not where those of the step before are.
         """
         names = [n for n in names if self.leaves[n].requires_grad]
         # Sorted: a set's order differs between processes, and all ranks must sum the same dtype at once.
@@ -436,7 +452,7 @@ class ShardedWeights:
             alike = [self.held[n] for n in names if self.held[n].local.dtype == dtype]
             numels = [held.local.numel() for held in alike]
             key = dtype, tuple(names)
-            if key not in self._sums:  # kept, so that gradients stay in one place from step to step
+            if anew or key not in self._sums:  # kept, so that gradients stay in one place from step to step
                 self._sums[key] = torch.empty(sum(numels), dtype=dtype, device=alike[0].local.device)
             flat = self._sums[key]
             for held, flat_part in zip(alike, flat.split(numels), strict=True):

@@ -40,7 +40,7 @@ class FabricStrategy(LayoutRanks, ParallelStrategy):
     def __init__(self, layout: str | Sequence[Strategy]) -> None:
         self._take_layout(layout)
         super().__init__()
-        self._backward_sync_control: Any = _CompleteGradients()
+        self._backward_sync_control: Any = _PutsSumsOff()
         self._models: list[nn.Module] = []
 
     def _configure_launcher(self) -> None:
@@ -201,8 +201,9 @@ def _directory(key: str) -> str:
     return key
 
 
-class _CompleteGradients:
-    """Gradients are complete after each backward, so there is no message to leave out."""
+class _PutsSumsOff:
+    """The way in which Fabric's `no_backward_sync` reaches a model's `no_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return nullcontext()
+        off: AbstractContextManager[None] = module.no_sync() if enabled else nullcontext()
+        return off

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ class Strategy(LayoutRanks, ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The sum, mean, maximum or minimum over shares of a batch."""
         return self._reduced(tensor, reduce_op)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Encloses all but the last micro-batch of a step, whose sums over replicas the last one makes."""
+        with ExitStack() as within:
+            for _, model in _models_of(self.lightning_module):
+                within.enter_context(model.no_sync())
+            yield
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rotorch._torch_private import (
+    has_hooks_after_accumulation,
     hooks_of_gradient,
     put_hooks_after_accumulation,
     put_hooks_of_gradient,
@@ -28,6 +29,14 @@ class GradientHooks:
 
     def __init__(self, weights: Mapping[str, ShardedWeight]) -> None:
         self._weights = weights
+
+    @property
+    def any(self) -> bool:
+        """True if there are any, on this rank."""
+        return any(
+            hooks_of_gradient(held.parameter) or has_hooks_after_accumulation(held.parameter)
+            for held in self._weights.values()
+        )
 
     @contextmanager
     def called_after(self, *, all_gradients: bool = True) -> Iterator[None]:

@@ -7,7 +7,7 @@ loading (through the chunks), verification (both).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -164,6 +164,10 @@ class LocalParameter(nn.Parameter):
         self._of.parameter.grad = None
 
 
+def _always() -> bool:
+    return True
+
+
 _OWN_REFERENCES = 3
 """References to an attached gradient that nobody else keeps: the weight's, a variable's and `sys.getrefcount`'s own."""
 
@@ -189,6 +193,7 @@ class ShardedWeight:
         gradient_stays: True if gradients lie in the same memory in every step, so that the DTensor over one is kept.
         adds_in_place: True if a step adds to an earlier gradient in place, which is then not set aside.
         mesh: of all ranks of the model; None until the model is complete.
+        is_summed: says whether its gradient is that of all ranks, and not of this replica alone (`hold/put_off.py`).
     """
 
     weight: Weight
@@ -206,6 +211,7 @@ class ShardedWeight:
     gradient_stays: bool = False
     adds_in_place: bool = False
     mesh: DeviceMesh | None = None
+    is_summed: Callable[[], bool] = _always
     _attached: tuple[int, DTensor] | None = None
     """A gradient that stays where it is from step to step: its address, and the DTensor over it."""
 

@@ -23,6 +23,7 @@ from rotorch.comm.shared_memory_reduce import shared_reduce_of
 from rotorch.comm.transports.message_ring import message_group
 from rotorch.core.errors import ConfigError
 from rotorch.hold.early_sums import EarlySums, Part, in_runs
+from rotorch.hold.put_off import PutOffSums
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
@@ -51,6 +52,9 @@ class DDPModel(SimpleShardedModel):
         # DDP averages; the rule here is to sum.
         self.loss_scale = 1.0 if setup.param_dtype is not None else float(setup.mesh.size())
         self.early_sums = EarlySums(self._parts_of(setup))
+        self.put_off = PutOffSums(0.0 if setup.mesh.get_local_rank() else self.loss_scale)
+        for held in self.weights.values():
+            held.is_summed = self.put_off.are_done
 
     def _parts_of(self, setup: Setup) -> list[Part]:
         mesh, leaves = setup.mesh, self.shards.leaves
@@ -72,10 +76,16 @@ class DDPModel(SimpleShardedModel):
         ]
 
     def _side_by_side(self, names: Sequence[str]) -> list[Tensor]:
-        return list(self.shards.side_by_side(names))
+        # Should the step break off with sums under way, earlier gradients must not lie where these are made.
+        anew = any(self.weights[name].earlier is not None for name in names)
+        if self.put_off.are_due:
+            self.shards.add_earlier(names)
+        return list(self.shards.side_by_side(names, anew=anew))
 
     def start(self) -> None:
-        self.early_sums.start()
+        self.early_sums.start(sends=not self.put_off.asked)
+        if torch.is_grad_enabled():
+            self.put_off.begin(self.weights.values())
         super().start()
 
     @contextmanager
@@ -111,7 +121,9 @@ class DDPModel(SimpleShardedModel):
         return total
 
     def finish(self) -> None:
-        if not self._under_backward:
+        if self.put_off.asked:
+            self.shards.unused_count_as_zero()  # other replicas may have used them, and all have gradients of the same
+        elif not self._under_backward:
             self.early_sums.send_rest()
             self.early_sums.wait()
             for leaf in self.shards.leaves.values() if self.loss_scale != 1.0 else ():
@@ -124,6 +136,7 @@ class DDPModel(SimpleShardedModel):
                 "call model(...) and loss.backward() in place of forward_backward, from the first step on"
             )
         super().finish()
+        self.put_off.end()
 
 
 def _sum_later(flat: Tensor, *, mesh: DeviceMesh) -> Wait:
@@ -161,9 +174,13 @@ class ReplicatedModel(OuterShardedModel):
         self._earlier: list[EarlierGradient] = []
         self.loss_scale = inner.loss_scale
         replica = mesh.get_local_rank()
+        self.put_off = PutOffSums(0.0 if replica else 1.0)
         self.weights = {
             name: replace(
-                held, num_holders=held.num_holders * mesh.size(), holder=held.holder + held.num_holders * replica
+                held,
+                num_holders=held.num_holders * mesh.size(),
+                holder=held.holder + held.num_holders * replica,
+                is_summed=self.put_off.are_done,
             )
             for name, held in inner.weights.items()
         }
@@ -175,10 +192,13 @@ class ReplicatedModel(OuterShardedModel):
         return self._inner.unsharded_for_calls()
 
     def start(self) -> None:
-        # Gradients that the user has not cleared are summed over the replicas already, and must not be once more.
-        there = [held for held in self.weights.values() if held.parameter.grad is not None]
-        self._earlier = [EarlierGradient(held) for held in there] if torch.is_grad_enabled() else []
-        self.early_sums.start()
+        self.early_sums.start(sends=not self.put_off.asked)
+        self._earlier = []
+        if torch.is_grad_enabled():
+            self.put_off.begin(self.weights.values())
+            # Gradients that the user has not cleared are summed over the replicas already, and must not be once more.
+            there = [held for held in self.weights.values() if held.parameter.grad is not None]
+            self._earlier = [EarlierGradient(held) for held in there] if not self.put_off.are_due else []
         self._inner.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -202,6 +222,7 @@ class ReplicatedModel(OuterShardedModel):
         for earlier in self._earlier:
             earlier.add_back()
         self._earlier = []
+        self.put_off.end()
 
     def gradients(self) -> list[Tensor]:
         return self._inner.gradients()
