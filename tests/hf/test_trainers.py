@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from scripts import difference, resumed, run_all
 
 from rotorch.core.errors import ConfigError
+from rotorch.hold.put_off import PutOffSums
 from rotorch.models.describe import describe
 from rotorch.parallelize import load_step_code
 from rotorch.testing.ranks import run_ranks
@@ -110,6 +111,20 @@ def test_the_rest_of_them_too(alone, tmp_path, layout):
 def test_four_ranks_too(alone, tmp_path, layout):
     for found in run_ranks(run_all, work_of(layout, tmp_path, RESUMED), num_ranks=4):
         hold_to(alone, found)
+
+
+def put_off(directory):
+    """Of each backward of a trainer, whether it has left its sums over replicas to a later one."""
+    seen, end = [], PutOffSums.end
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PutOffSums, "end", lambda self: (seen.append(self.asked), end(self)))
+        scripts.plain_trainer("ddp=2", directory)
+    return seen
+
+
+def test_all_but_the_last_micro_batch_of_a_step_leave_their_sums_to_it(tmp_path):
+    for seen in run_ranks(put_off, tmp_path, num_ranks=2):
+        assert seen[:4] == [True, True, True, False] and seen.count(False) == 20  # the last one of an epoch has fewer
 
 
 def test_a_run_of_two_ranks_goes_on_on_one_and_back(alone, tmp_path):

@@ -169,21 +169,24 @@ def refused(layout):
     with model.no_sync():
         loss_of(model, share).backward()
     note(optimizer.step)
+    note(lambda: optimizer.step(lambda: 0.0))
     note(lambda: model.forward_backward([share], accumulate=True))
     handle = next(model.parameters()).register_hook(lambda gradient: gradient)
     note(loss_of(model, share).backward)
     handle.remove()
     model.zero_grad()
-    loss_of(model, share).backward()
-    optimizer.step()
+    with model.no_sync():
+        loss_of(model, share).backward()
+    optimizer.step(lambda: loss_of(model, share).backward())  # summed by the backward within
     model.parallel.close()
     return said
 
 
 @pytest.mark.parametrize("layout", ["ddp=2", "ddp=2,rtp=2"])
 def test_what_cannot_be_right_is_refused_on_all_ranks(layout):
-    for step, engine, hook in run_ranks(refused, layout, num_ranks=num_ranks(parse_parallel(layout))):
+    for step, closure, engine, hook in run_ranks(refused, layout, num_ranks=num_ranks(parse_parallel(layout))):
         assert step.startswith("torch.optim.SGD.step: the last backward was within no_sync()")
+        assert closure == step
         assert engine.startswith("forward_backward: the last backward was within no_sync()")
         assert hook.startswith("no_sync: hooks of gradients see those of all ranks")
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from rotorch.core.errors import ConfigError
 from rotorch.shard.in_chunks import CutInName
-from rotorch.shard.sharded_weight import weight_of
+from rotorch.shard.sharded_weight import ShardedWeight, weight_of
 
 _NEED_WHOLE = {
     torch.optim.LBFGS: "adds up all weights as one vector. Write another optimizer",
@@ -82,9 +82,44 @@ def _refuse_if_cut(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
                 )
 
 
-def _refuse_if_not_summed(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
-    trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    if any(held is not None and not held.is_summed() for held in map(weight_of, trained)):
+def _refuse_if_not_summed(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Raises `ConfigError` for gradients of one replica alone; those of a closure are looked at when it has made them.
+
+    Args:
+        optimizer: whose step it is.
+        args: the optimizer itself, and arguments of the step.
+        kwargs: those by name.
+
+    Returns:
+        The arguments with a closure that does so; None: as they are.
+    """
+    if not _ours(optimizer):
+        return None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        _check_summed(optimizer)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _check_summed(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs
+
+
+def _ours(optimizer: torch.optim.Optimizer) -> list[ShardedWeight]:
+    """An optimizer's weights that ranks hold together."""
+    held = (weight_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return [each for each in held if each is not None]
+
+
+def _check_summed(optimizer: torch.optim.Optimizer) -> None:
+    if any(held.parameter.grad is not None and not held.is_summed() for held in _ours(optimizer)):
         raise ConfigError(
             f"torch.optim.{type(optimizer).__name__}.step: the last backward was within no_sync(), and each replica "
             "would make a step of its own. Let the last backward of a step run outside of it"
