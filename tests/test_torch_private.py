@@ -44,6 +44,7 @@ from rotorch._torch_private import (
     graph_task,
     group_size,
     group_timeout,
+    has_hooks_after_accumulation,
     hooks_of_gradient,
     import_what_steps_need,
     in_backward,
@@ -536,7 +537,9 @@ def test_hooks_on_parameters_are_found_and_taken_off_for_a_while():
     parameter, heard = nn.Parameter(torch.ones(2)), []
     assert hooks_of_gradient(parameter) == [] and not take_hooks_after_accumulation(parameter)
     parameter.register_hook(lambda grad: grad * 3)
+    assert not has_hooks_after_accumulation(parameter)
     handle = parameter.register_post_accumulate_grad_hook(lambda _: heard.append(1))
+    assert has_hooks_after_accumulation(parameter)
     (hook,) = hooks_of_gradient(parameter)
     assert hook(torch.ones(1)).item() == 3
     hooks = take_hooks_of_gradient(parameter)
@@ -554,6 +557,7 @@ def test_hooks_on_parameters_are_found_and_taken_off_for_a_while():
     parameter.sum().backward()
     assert heard == [1]
     handle.remove()
+    assert not has_hooks_after_accumulation(parameter)
     parameter.sum().backward()
     assert heard == [1]
 

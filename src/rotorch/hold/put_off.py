@@ -18,7 +18,7 @@ from rotorch.shard.sharded_weight import ShardedWeight
 
 @dataclass
 class PutOffSums:
-    """Whether this rank's gradients are summed over replicas. Equal on all ranks.
+    """State of this rank's gradients: summed over replicas, or not yet. Equal on all ranks.
 
     Attributes:
         share: the part that what all replicas have alike must have of a sum on this one: 1 on the first one, or by what
