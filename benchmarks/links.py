@@ -29,6 +29,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--row", action="append", help=f"layout or peer; {{n}}: hosts ({', '.join(ROWS)})")
     parser.add_argument("--emulate", action="store_true", help="products take FLOPs / rate on a device's clock")
     parser.add_argument("--compute", type=float, default=2.0, help="with --emulate: seconds of a rank's products (2)")
+    parser.add_argument("--own-loop", action="store_true", help="layouts in a loop of one's own: model(..), backward()")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each row (3)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn (2)")
     parser.add_argument("--run", type=Path, default=ROOT / "configs" / "bench" / "links.toml", help="the model")
@@ -89,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     found["exchange"] = []
     for count in given.hosts:
         run = load_run_config(given.run, overrides=given.overrides)
-        task = task_from_run(run, name=given.run.stem, num_ranks=count)
+        task = replace(task_from_run(run, name=given.run.stem, num_ranks=count), own_loop=given.own_loop)
         names = [name.replace("{n}", str(count)) for name in given.row or ROWS]
         read_layouts([n for n in names if n not in PEERS], peers=[n for n in names if n in PEERS], nproc=count)
         load_code(task)

@@ -242,12 +242,14 @@ def test_the_benchmark_is_skipped_with_the_reason(links, monkeypatch, tmp_path, 
 
 
 @needs_hosts
-def test_the_benchmark_writes_every_row_with_right_losses(links, monkeypatch, tmp_path):
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_the_benchmark_writes_every_row_with_right_losses(links, monkeypatch, tmp_path, own_loop):
     file = tmp_path / "links.json"
     sizes = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.vocab_size=64"]
     arguments = ["--emulate", "--compute", "0.05", "--hosts", "2", "--ratio", "1", "--rounds", "1", "--steps", "1"]
     rows = ["torch-ddp", "rtp={n}"]  # which finds no shared memory
     given = [*arguments, *(part for row in rows for part in ("--row", row)), "--json", str(file), *sizes]
+    given += ["--own-loop", "train.accumulation=2"] if own_loop else []
     monkeypatch.setattr(links, "LONGEST_EXCHANGE", float("inf"))  # a test looks at no clock
     monkeypatch.setattr(links, "EXCHANGE_BYTES", 10_000)
     assert links.main(given) == 0

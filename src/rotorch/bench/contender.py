@@ -104,7 +104,18 @@ class UnderLayout(Contender):
         self.optimizer = make_optimizer(self.model, settings=task.optimizer)
 
     def forward_backward(self, step: int) -> float:
-        return float(self.model.forward_backward(self.batches(step)))
+        batches = self.batches(step)
+        return self._in_own_loop(batches) if self._task.own_loop else float(self.model.forward_backward(batches))
+
+    def _in_own_loop(self, batches: Sequence[dict[str, Tensor]]) -> float:
+        """As a trainer's loop does it: the mean over micro-batches, of which the last one sums over replicas."""
+        total = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(batches):
+            with nullcontext() if number == len(batches) - 1 else self.module.no_sync():
+                loss = self.module(**batch).loss / len(batches)
+                loss.backward()
+                total += loss.detach().double().cpu()
+        return float(all_reduce_sum(total.view(1), mesh=self.model.mesh)) / self.model.mesh.size()
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
         """This rank's micro-batches, on its device."""

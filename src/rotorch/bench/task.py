@@ -47,6 +47,7 @@ class Task:
         compile: True if blocks run by torch.compile.
         optimizer: AdamW's numbers and clipping; the learning rate is constant.
         device: "auto", "cpu" or "cuda".
+        own_loop: layouts are measured in a loop of one's own, which calls the model and backward.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Task:
     compile: bool = False
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     device: str = "cpu"
+    own_loop: bool = False
 
     @property
     def global_batch(self) -> int:
