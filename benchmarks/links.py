@@ -192,7 +192,7 @@ def facts_of(
         reference=reference,
         precision=task.precision,
         alone=row.row == LIMIT,
-        shares=row.row in PEERS,
+        shares=row.row in PEERS or task.own_loop,
     )
     facts: dict[str, Any] = {"flops": max(row.ask("product_flops"))}
     facts["asked_bytes"] = max(sum(traffic.sent_bytes.values()) for traffic in row.ask("traffic"))

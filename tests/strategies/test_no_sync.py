@@ -1,6 +1,7 @@
 """Backwards that leave their sums over replicas to a later one: gradients of all of them in the end, sent once."""
 
 import copy
+import socket
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -13,7 +14,6 @@ import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.hold.early_sums import EarlySums
 from rotorch.strategies import num_ranks, parse_parallel
-from rotorch.strategies.ddp import apply as ddp
 from rotorch.testing.ranks import RankFailure, run_ranks
 
 
@@ -105,11 +105,11 @@ def orders_of(orders, share, num_shares, *, differ):
     return [[n for n in order if not (differ and share >= num_shares // 2 and n == 1)] for order in orders]
 
 
-def compared(layout, over_messages):
+def compared(layout, between_hosts):
     """Per case: largest error of this rank's gradients, and how many parts each backward has sent."""
     with pytest.MonkeyPatch.context() as patch:
-        if over_messages:
-            patch.setattr(ddp, "shared_reduce_of", lambda *_, **__: None)  # there so few bytes would not travel
+        if between_hosts:
+            patch.setattr(socket, "gethostname", lambda: f"host {dist.get_rank()}")
         sent, send = [], EarlySums._send
 
         def noted(self):
@@ -146,13 +146,13 @@ def compared(layout, over_messages):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_all_backwards_and_leave_once(layout):
-    for cases in run_ranks(compared, layout, True, num_ranks=num_ranks(parse_parallel(layout))):
+    for cases in run_ranks(compared, layout, layout == "ddp=2", num_ranks=num_ranks(parse_parallel(layout))):
         assert max(worst for worst, _ in cases) < EXACT, [worst for worst, _ in cases]
         if layout != "rtp=2":  # without replicas there is nothing to put off
             assert [times for _, times in cases] == [1, 1, 2, 2, 1, 2, 1, 2, 1, 1, 1]
 
 
-def test_sums_in_shared_memory_are_put_off_too():
+def test_sums_within_a_host_are_put_off_too():
     for cases in run_ranks(compared, "ddp=2", False, num_ranks=2):
         assert max(worst for worst, _ in cases) < EXACT
 

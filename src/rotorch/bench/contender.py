@@ -104,18 +104,7 @@ class UnderLayout(Contender):
         self.optimizer = make_optimizer(self.model, settings=task.optimizer)
 
     def forward_backward(self, step: int) -> float:
-        batches = self.batches(step)
-        return self._in_own_loop(batches) if self._task.own_loop else float(self.model.forward_backward(batches))
-
-    def _in_own_loop(self, batches: Sequence[dict[str, Tensor]]) -> float:
-        """As a trainer's loop does it: the mean over micro-batches, of which the last one sums over replicas."""
-        total = torch.zeros((), dtype=torch.float64)
-        for number, batch in enumerate(batches):
-            with nullcontext() if number == len(batches) - 1 else self.module.no_sync():
-                loss = self.module(**batch).loss / len(batches)
-                loss.backward()
-                total += loss.detach().double().cpu()
-        return float(all_reduce_sum(total.view(1), mesh=self.model.mesh)) / self.model.mesh.size()
+        return float(self.model.forward_backward(self.batches(step)))
 
     def batches(self, step: int) -> list[dict[str, Tensor]]:
         """This rank's micro-batches, on its device."""
@@ -258,6 +247,8 @@ def make_contender(task: Task, *, row: str, rank: int) -> Contender:
         return Independent(task, shares=range(task.num_ranks))
     if row in PEERS:
         return PEERS[row].load()(task, rank=rank, **PEERS[row].options)
+    if task.own_loop:
+        return PEERS["rtp-own-loop"].load()(task, rank=rank, parallel=row)
     return UnderLayout(task, parallel=row)
 
 

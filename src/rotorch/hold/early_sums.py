@@ -202,10 +202,12 @@ class _Like:
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
 
-def in_runs(sizes: Sequence[tuple[Name, int]]) -> list[tuple[Name, ...]]:
-    """Cuts a sequence of names into runs that each have at least an eighth of the sum of their sizes."""
+def in_runs(sizes: Sequence[tuple[Name, int]], *, least: float | None = None) -> list[tuple[Name, ...]]:
+    """Cuts a sequence of names into runs that each have `least` of their sizes, or an eighth of the sum of these."""
     runs: list[list[Name]] = [[]]
-    least, numel = -(-sum(size for _, size in sizes) // _RUNS), 0
+    numel = 0
+    if least is None:
+        least = sum(size for _, size in sizes) / _RUNS
     for name, size in sizes:
         if numel >= least:
             runs.append([])

@@ -135,7 +135,7 @@ PEERS: dict[str, Peer] = {
     "rtp-own-loop-messages": Peer(
         about="rtp-own-loop over messages",
         contender="own_loop:OwnLoop",
-        options={"transport": "send_receive"},
+        options={"parallel": "rtp={n}[transport=send_receive]"},
     ),
     "hf-fsdp2": Peer(
         about="transformers' DistributedConfig(fsdp_size=N): fully_shard by the model's plan",

@@ -1,13 +1,16 @@
-"""torch's DistributedDataParallel, as its documentation says to use it."""
+"""torch's DistributedDataParallel, as its documentation says to use it, with buckets of the size of ours."""
 
 from __future__ import annotations
 
+import socket
 from contextlib import AbstractContextManager, nullcontext
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.bench.contender import PlainLoop, whole_model
 from rotorch.bench.task import Task
+from rotorch.strategies.ddp.apply import bucket_bytes
 
 
 class TorchDDP(PlainLoop):
@@ -15,7 +18,11 @@ class TorchDDP(PlainLoop):
 
     def __init__(self, task: Task, *, rank: int) -> None:
         module = whole_model(task)
-        self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        bucket_mb = bucket_bytes(num_bytes, num_hosts=len(set(hosts))) / 2**20
+        self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         super().__init__(task, module=module, callee=self._wrapped, shares=[rank])
 
     def _micro_batch(self, *, last: bool) -> AbstractContextManager[object]:

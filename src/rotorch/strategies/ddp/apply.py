@@ -5,6 +5,7 @@ Torch's DistributedDataParallel over plain parameters; or, over another strategy
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotorch._torch_private import group_timeout, sums_are_complete
 from rotorch.comm.axis_group import AxisGroup, Wait
-from rotorch.comm.collectives import all_reduce_sum_later, any_rank
-from rotorch.comm.shared_memory_reduce import shared_reduce_of
+from rotorch.comm.collectives import all_reduce_sum_later, any_rank, gather_objects
 from rotorch.comm.transports.message_ring import message_group
 from rotorch.core.errors import ConfigError
 from rotorch.hold.early_sums import EarlySums, Part, in_runs
@@ -29,6 +29,9 @@ from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, 
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import EarlierGradient
+
+_BUCKET_BYTES = 25 * 2**20
+"""DDP's own default."""
 
 
 class DDPModel(SimpleShardedModel):
@@ -44,6 +47,7 @@ class DDPModel(SimpleShardedModel):
         placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
         super().__init__(setup.module, setup.shards(placements))
         self._mesh = setup.mesh
+        self._num_hosts = len(set(gather_objects(socket.gethostname(), mesh=setup.mesh)))
         self._wrapped: DistributedDataParallel | None = None
         self._in_buckets: bool | None = False if setup.param_dtype is not None else None
         """True if DDP sums gradients; None until a step has found out whether it can."""
@@ -51,6 +55,8 @@ class DDPModel(SimpleShardedModel):
         """True if DDP sums those of this pass."""
         # DDP averages; the rule here is to sum.
         self.loss_scale = 1.0 if setup.param_dtype is not None else float(setup.mesh.size())
+        # Within a host the cores that compute carry the bytes, and nothing hides: one sum behind backward.
+        self._leaves_early = self._num_hosts > 1 or setup.device.type != "cpu"
         self.early_sums = EarlySums(self._parts_of(setup))
         self.put_off = PutOffSums(0.0 if setup.mesh.get_local_rank() else self.loss_scale)
         for held in self.weights.values():
@@ -58,26 +64,24 @@ class DDPModel(SimpleShardedModel):
 
     def _parts_of(self, setup: Setup) -> list[Part]:
         mesh, leaves = setup.mesh, self.shards.leaves
-        blocks = setup.spec.weights_of_blocks()[::-1]
-        inside = {name for names in blocks for name in names}
-        order = [*(name for names in blocks for name in names), *(name for name in leaves if name not in inside)]
+        # The module's order, reversed, is that of backward as a rule.
+        order = reversed([name for name, _ in setup.module.named_parameters()])
         sizes = {name: leaves[name].numel() for name in order if leaves[name].requires_grad}
         if mesh.size() == 1 or not sizes:
             return []
-        dtypes = {self.weights[name].local.dtype for name in sizes}
-        all_of_them = torch.empty((), dtype=max(dtypes, key=lambda dtype: dtype.itemsize), device=setup.device)
-        if shared_reduce_of(mesh.get_group(), tensor=all_of_them.expand(sum(sizes.values()))) is not None:
-            # One sum behind backward: where nothing travels, ranks would only wait for each other under it.
+        if not self._leaves_early:
             return [Part((), partial(self._side_by_side, list(sizes)), partial(_sum_later, mesh=mesh))]
         sum_later = _apart(AxisGroup.along(mesh, "ddp"), device=setup.device).all_reduce_later
+        itemsize = max(self.weights[name].local.itemsize for name in sizes)
+        least = bucket_bytes(sum(sizes.values()) * itemsize, num_hosts=self._num_hosts) / itemsize
         return [
             Part(run, partial(self._side_by_side, run), sum_later, leaves=[leaves[name] for name in run])
-            for run in in_runs(list(sizes.items()))
+            for run in in_runs(list(sizes.items()), least=least)
         ]
 
     def _side_by_side(self, names: Sequence[str]) -> list[Tensor]:
         # Should the step break off with sums under way, earlier gradients must not lie where these are made.
-        anew = any(self.weights[name].earlier is not None for name in names)
+        anew = self._leaves_early and any(self.weights[name].earlier is not None for name in names)
         if self.put_off.are_due:
             self.shards.add_earlier(names)
         return list(self.shards.side_by_side(names, anew=anew))
@@ -96,7 +100,7 @@ class DDPModel(SimpleShardedModel):
                 return
             if self._wrapped is None:  # made when the leaves are in place: DDP keeps the parameters that it finds
                 self.shards.gradients_move()  # to its buckets
-                self._wrapped = _wrap(module, mesh=self._mesh)
+                self._wrapped = _wrap(module, mesh=self._mesh, num_hosts=self._num_hosts)
             self._under_backward = True
             try:
                 yield self._wrapped
@@ -148,7 +152,23 @@ def _sum_later(flat: Tensor, *, mesh: DeviceMesh) -> Wait:
     return wait
 
 
-def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
+def bucket_bytes(num_bytes: int, *, num_hosts: int) -> float:
+    """Bytes of gradients that leave together: as many as DDP has by default, or between hosts an eighth of all.
+
+    What leaves last is hidden by nothing, so it should be little.
+
+    Args:
+        num_bytes: of all.
+        num_hosts: of the ranks that sum them.
+    """
+    return _BUCKET_BYTES if num_hosts == 1 else min(_BUCKET_BYTES, num_bytes / 8)
+
+
+def _trained_bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+
+
+def _wrap(module: nn.Module, *, mesh: DeviceMesh, num_hosts: int) -> DistributedDataParallel:
     module._ddp_params_and_buffers_to_ignore = []  # type: ignore[assignment]  # a parallel module refuses other wrappers
     try:
         return DistributedDataParallel(
@@ -157,6 +177,7 @@ def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
             gradient_as_bucket_view=True,
             init_sync=False,
             forward_sync_buffers=False,
+            bucket_cap_mb=bucket_bytes(_trained_bytes(module), num_hosts=num_hosts) / 2**20,
         )
     finally:
         del module._ddp_params_and_buffers_to_ignore
