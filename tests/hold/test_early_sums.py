@@ -148,6 +148,7 @@ def test_a_model_is_cut_into_runs_of_an_eighth_at_least():
         (18, 19),
     ]
     assert in_runs([("large", 90), ("small", 1), ("smaller", 1)]) == [("large",), ("small", "smaller")]
+    assert in_runs([(name, 1) for name in range(5)], least=2) == [(0, 1), (2, 3), (4,)]
     assert in_runs([]) == []
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import socket
 from contextlib import AbstractContextManager, nullcontext
 
-import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.bench.contender import PlainLoop, whole_model
 from rotorch.bench.task import Task
+from rotorch.comm.collectives import gather_objects
+from rotorch.mesh import pick_device
 from rotorch.strategies.ddp.apply import bucket_bytes
 
 
@@ -19,9 +21,9 @@ class TorchDDP(PlainLoop):
     def __init__(self, task: Task, *, rank: int) -> None:
         module = whole_model(task)
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        hosts: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(hosts, socket.gethostname())
-        bucket_mb = bucket_bytes(num_bytes, num_hosts=len(set(hosts))) / 2**20
+        mesh = init_device_mesh(pick_device(task.device).type, (task.num_ranks,))
+        num_hosts = len(set(gather_objects(socket.gethostname(), mesh=mesh)))
+        bucket_mb = bucket_bytes(num_bytes, num_hosts=num_hosts) / 2**20
         self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         super().__init__(task, module=module, callee=self._wrapped, shares=[rank])
 
