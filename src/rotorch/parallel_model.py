@@ -451,7 +451,7 @@ class ParallelModel:
         """
         if not doing.is_end:  # since the operation began, only it can have replaced weights
             # A backward computes with what its forward has found; the next pass sees what became of it.
-            self._at_rest.check(memory=doing is not ModelCall.BACKWARD)
+            self._at_rest.check(memory=not doing.is_backward)
         total, num_left = self._roll_call.meet(
             doing,
             num_micro_batches=num_micro_batches,

@@ -84,6 +84,25 @@ def broken_off(module, shares):
     all_but_the_last(module, shares)
 
 
+def frozen_in_between(module, shares):
+    """Its gradient of the first backward is summed by the last one."""
+    weight = module.layers[1].a
+    with alone(module):
+        loss_of(module, shares[0]).backward()
+    weight.requires_grad_(False)
+    loss_of(module, shares[1]).backward()
+    weight.requires_grad_(True)
+    loss_of(module, shares[2]).backward()
+
+
+def frozen_behind_a_sum(module, shares):
+    weight = module.layers[1].a
+    loss_of(module, shares[0]).backward()
+    weight.requires_grad_(False)
+    all_but_the_last(module, shares[1:])
+    weight.requires_grad_(True)
+
+
 CASES = [
     (all_but_the_last, [ALL, ALL, ALL]),
     (all_but_the_last, [ALL, ALL, ALL]),
@@ -96,8 +115,18 @@ CASES = [
     (broken_off, [ALL, ALL]),
     (all_but_the_last, [[0, 1, 2, 3], [3, 2], [0]]),
     (all_but_the_last, [ALL, ALL]),
+    (frozen_in_between, [ALL, ALL, ALL]),
+    (frozen_behind_a_sum, [ALL, ALL, ALL]),
 ]
-LAYOUTS = ["ddp=2", "ddp=2,megatron=2", "ddp=2,rtp=2", "ddp=2,rtp=2[transport=send_receive]", "ddp=2,fsdp=2", "rtp=2"]
+LAYOUTS = [
+    "ddp=2",
+    "ddp=2,megatron=2",
+    "ddp=2,rtp=2",
+    "ddp=2,rtp=2[transport=send_receive]",
+    "ddp=2,fsdp=2",
+    "ddp=2,fsdp=2,megatron=1",
+    "rtp=2",
+]
 
 
 def orders_of(orders, share, num_shares, *, differ):
@@ -149,7 +178,7 @@ def test_gradients_are_those_of_all_backwards_and_leave_once(layout):
     for cases in run_ranks(compared, layout, layout == "ddp=2", num_ranks=num_ranks(parse_parallel(layout))):
         assert max(worst for worst, _ in cases) < EXACT, [worst for worst, _ in cases]
         if layout != "rtp=2":  # without replicas there is nothing to put off
-            assert [times for _, times in cases] == [1, 1, 2, 2, 1, 2, 1, 2, 1, 1, 1]
+            assert [times for _, times in cases] == [1, 1, 2, 2, 1, 2, 1, 2, 1, 1, 1, 2, 2]
 
 
 def test_sums_within_a_host_are_put_off_too():
@@ -177,6 +206,21 @@ def refused(layout):
     model.zero_grad()
     with model.no_sync():
         loss_of(model, share).backward()
+    model.zero_grad()
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient)  # between steps again
+    loss_of(model, share).backward()
+    handle.remove()
+    model.zero_grad()
+    frozen = model.layers[0].a
+    with model.no_sync():
+        loss_of(model, share).backward()
+    frozen.requires_grad_(False)
+    loss_of(model, share).backward()
+    note(optimizer.step)  # with a gradient of its own on each replica
+    frozen.requires_grad_(True)
+    model.zero_grad()
+    with model.no_sync():
+        loss_of(model, share).backward()
     optimizer.step(lambda: loss_of(model, share).backward())  # summed by the backward within
     model.parallel.close()
     return said
@@ -184,9 +228,9 @@ def refused(layout):
 
 @pytest.mark.parametrize("layout", ["ddp=2", "ddp=2,rtp=2"])
 def test_what_cannot_be_right_is_refused_on_all_ranks(layout):
-    for step, closure, engine, hook in run_ranks(refused, layout, num_ranks=num_ranks(parse_parallel(layout))):
+    for step, closure, engine, hook, frozen in run_ranks(refused, layout, num_ranks=num_ranks(parse_parallel(layout))):
         assert step.startswith("torch.optim.SGD.step: the last backward was within no_sync()")
-        assert closure == step
+        assert closure == frozen == step
         assert engine.startswith("forward_backward: the last backward was within no_sync()")
         assert hook.startswith("no_sync: hooks of gradients see those of all ranks")
 

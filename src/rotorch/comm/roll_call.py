@@ -52,6 +52,11 @@ class ModelCall(IntEnum):
     BACKWARD_UNSUMMED = 20
 
     @property
+    def is_backward(self) -> bool:
+        """True if the rank is about to come back through a forward."""
+        return self in _BACKWARDS
+
+    @property
     def is_end(self) -> bool:
         """True if the rank has just done it."""
         return self in (ModelCall.FORWARD_DONE, ModelCall.LOOK_DONE, ModelCall.BACKWARD_DONE, ModelCall.LOGITS_DONE)

@@ -29,8 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from rotorch._torch_private import graph_task, when_backward_ends, will_be_run
+from rotorch._torch_private import (
+    graph_task,
+    in_backward,
+    saved_tensors_are_hooked,
+    when_backward_ends,
+    will_be_run,
+)
 from rotorch.comm.checksums import sum_of_bits
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.roll_call import ModelCall
@@ -45,6 +52,8 @@ from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import ShardedWeight
 
 _VERSION = attrgetter("_version")
+_PASSES = "passes"
+"""Counts passes among uses, where the model itself has none to tell of."""
 
 
 class PlainCalls:
@@ -99,11 +108,20 @@ class PlainCalls:
         self.model.meet(ModelCall.FORWARD if learns else ModelCall.LOOK, **state)
         return self._pass(run, done=ModelCall.FORWARD_DONE if learns else ModelCall.LOOK_DONE)
 
-    def _pass(self, run: Callable[[nn.Module], Any], *, done: ModelCall) -> Any:
-        """Runs part of the model between two meetings of all ranks, of which the first has been."""
+    def _pass(
+        self, run: Callable[[nn.Module], Any], *, done: ModelCall, behind: Mapping[str, int] | None = None
+    ) -> Any:
+        """Runs part of the model between two meetings of all ranks, of which the first has been.
+
+        Args:
+            run: the part.
+            done: what the second meeting is of.
+            behind: uses of a pass whose graph this one goes on with.
+        """
         model = self.model
         model.written_buffers.start()
-        sums, self._uses = model.sharded.early_sums, Counter()
+        sums, self._uses = model.sharded.early_sums, Counter(behind)
+        self._uses[_PASSES] += 1
         noted = nullcontext() if sums is None else sums.forward(self._uses)
         with _gradients_kept(model), model.unsharded(for_calls=True) as callee, model.forward_pass(), noted:
             with torch.no_grad():  # gradients are the backward's affair
@@ -125,6 +143,15 @@ class PlainCalls:
             broken, self._backward = self._backward, None
             broken.break_off()
             self._versions_then = self._versions()
+
+    def refuse_reentrant(self) -> None:
+        """Raises `ConfigError` for a call of the model that a backward of its own would come back through."""
+        if self._backward is None or not (in_backward() and torch.is_grad_enabled()) or saved_tensors_are_hooked():
+            return  # also where a checkpoint only computes again what was saved
+        raise ConfigError(
+            "a torch.utils.checkpoint(..., use_reentrant=True) around the call of a parallel model is run within the "
+            "backward of another call, where gradients cannot be told apart. Write use_reentrant=False"
+        )
 
     def _state(self) -> dict[str, int]:
         """The loop's work since the last pass, for ranks to compare: a step that one leaves out is named."""
@@ -179,6 +206,7 @@ class PlainCalls:
     def _later(self) -> Later:
         """Returns the pass in which deferred logits are made (see ops/deferred_logits.py)."""
         before: list[Tensor] = []
+        uses = self._uses
         self._to_note.append(before)
         autocast = AutocastState.now(self.model.device.type)  # that of the call, wherever logits are read
 
@@ -195,7 +223,9 @@ class PlainCalls:
                 )
             as_called = torch.autocast(autocast.device_type, dtype=autocast.dtype, enabled=autocast.dtype is not None)
             with torch.set_grad_enabled(learns), as_called:
-                return self._pass(lambda _: self._leave(make(), self._anchor()), done=ModelCall.LOGITS_DONE)
+                return self._pass(
+                    lambda _: self._leave(make(), self._anchor()), done=ModelCall.LOGITS_DONE, behind=uses
+                )
 
         return make_later
 
@@ -237,7 +267,8 @@ class PlainCalls:
         are_hooked = put_off is not None and self.model.hooks.any
         doing = ModelCall.BACKWARD_UNSUMMED if asked else ModelCall.BACKWARD
         num_hooked = self.model.meet(doing, num_targets=int(are_hooked))
-        if num_hooked and put_off is not None and put_off.are_due:
+        trained = (held for held in self.model.weights.values() if held.parameter.grad is not None)
+        if num_hooked and not all(held.is_summed() for held in trained):
             raise ConfigError(
                 "no_sync: hooks of gradients see those of all ranks, and a rank has registered one while gradients of "
                 "this step were not summed yet. Register hooks between steps"
@@ -290,16 +321,15 @@ class _Backward:
         self, model: ParallelModel, *, all_gradients: bool, leaves_sums: bool, uses: Mapping[str, int]
     ) -> None:
         self.task = graph_task()
-        self._model, self._put_off = model, model.sharded.put_off
-        self._were_due = self._put_off is not None and self._put_off.are_due
+        self._model = model
         self._before = [held.parameter for held in model.weights.values() if held.parameter.grad is not None]
         self._kept = None if all_gradients else _kept_gradients(model)
         self._unsharded = ExitStack()
         with self._breaking_off(), torch.enable_grad():
             self._unsharded.enter_context(model.hooks.called_after(all_gradients=all_gradients))
             self._unsharded.enter_context(model.unsharded(for_calls=True))
-            if self._put_off is not None:
-                self._unsharded.enter_context(self._put_off.asking(leaves_sums))
+            if model.sharded.put_off is not None:
+                self._unsharded.enter_context(model.sharded.put_off.asking(leaves_sums, changes=all_gradients))
             self._unused = UnusedWeights(model.sharded, mesh=model.mesh)
             model.sharded.start()
             # A step of one micro-batch: sums over replicas may leave under it.
@@ -329,8 +359,6 @@ class _Backward:
         self._unsharded.close()
         if self._kept is None:
             return
-        if self._put_off is not None:
-            self._put_off.are_due = self._were_due
         for name, held in self._model.weights.items():
             before = self._kept.get(name)
             if before is None:
@@ -359,12 +387,11 @@ class _GradientsPastThePass:
 
     Autograd adds them to the parameters' own `.grad`, while the pass makes gradients in memory of its own that takes
     their place at its end. So earlier gradients are kept apart in between. To parameters that other code puts into the
-    module (`fully_shard`) the pass adds as well: there autograd is given zeros, and what it had to add is kept apart.
-    Each rank has such gradients once, and they are no part of what is summed over replicas.
+    module (`fully_shard`) the pass adds as well: there autograd finds no gradient to add to, and what it puts into its
+    place is taken away at once. Each rank has such gradients once: they are no part of what is summed over replicas.
     """
 
     def __init__(self, model: ParallelModel) -> None:
-        self._sharded = model.sharded
         put_off = model.sharded.put_off
         self._share = put_off.share if put_off is not None and put_off.asked else 1.0
         """Of each in this rank's sum: all replicas have the same, and a later sum is over replicas."""
@@ -373,18 +400,26 @@ class _GradientsPastThePass:
         for held, before in self._before:
             if before is not None:
                 held.parameter.grad = None
-        self._handles = [
-            held.parameter.register_hook(partial(self._keep_apart, held))
-            for held in model.weights.values()
-            if not held.sites and held.parameter.requires_grad
-        ]
+        self._lifted: dict[str, Tensor | None] = {}
+        """Gradients of the pass that autograd must not see in this moment."""
+        self._handles: list[RemovableHandle] = []
+        for held in model.weights.values():
+            if not held.sites and held.parameter.requires_grad:
+                self._handles.append(held.parameter.register_hook(partial(self._lift, held)))
+                put_down = held.parameter.register_post_accumulate_grad_hook(partial(self._put_down, held))
+                self._handles.append(put_down)
 
-    def _keep_apart(self, held: ShardedWeight, gradient: DTensor | None) -> Tensor | None:
-        if gradient is None:  # of the anchor
-            return None
-        self._taken.append((held, gradient))
-        self._sharded.adds_zeros(held.name)
-        return torch.zeros_like(held.parameter)
+    def _lift(self, held: ShardedWeight, gradient: DTensor | None) -> None:
+        if gradient is not None:  # not the anchor's
+            # Its sum may be under way, so nothing may be added to it, not even zeros.
+            self._lifted[held.name], held.parameter.grad = held.parameter.grad, None
+
+    def _put_down(self, held: ShardedWeight, _: Tensor) -> None:
+        if held.name in self._lifted:  # not called by fully_shard
+            given = held.parameter.grad
+            assert isinstance(given, DTensor)
+            self._taken.append((held, given))
+            held.parameter.grad = self._lifted.pop(held.name)
 
     def take(self) -> None:
         """Takes them off the parameters, which have their earlier gradients again. Once."""

@@ -63,6 +63,7 @@ class ParallelModule(nn.Module):
         calls = calls_of(self)
         calls.settle()
         if calls.model.in_pass:
+            calls.refuse_reentrant()
             return super().__call__(*args, **kwargs)
         return calls(args, kwargs)
 

@@ -4,8 +4,8 @@
     When the last micro-batch has added to all that the part is made of, and those before it have left: backward comes
     to the last weights first, so parts are given in that order. The order is the same on every rank, whatever each has
     used; parts that were not reached leave behind backward. How often a micro-batch adds to a gradient (more than once,
-    where a checkpoint in it runs a backward of its own) is learned from the steps before: the first one sums everything
-    behind its backward, and so does a step whose forward uses something more often than any before.
+    where a checkpoint in it runs a backward of its own) is learned from steps whose forwards used the same, as often:
+    the first one of these sums everything behind its backward.
     In a loop of a user's own each backward is a step, of forwards that were passes by themselves (`forward`).
 
 [Note: steps that break off]
@@ -35,6 +35,10 @@ SumLater = Callable[[Tensor], Wait]
 
 _RUNS = 8
 """Parts of a model: the last one to leave, which nothing hides, is as small a part of it; messages stay few."""
+
+
+_KINDS = 16
+"""Steps that use different things are told apart, so many kinds of them."""
 
 
 def _at_once() -> bool:
@@ -85,16 +89,14 @@ class EarlySums:
         """False in a step that leaves its sums to a later one."""
         self._added: Counter[str] = Counter()
         """How often the last micro-batch of this step has added to a gradient."""
-        self._expected: Counter[str] | None = None
-        """The most of the steps so far."""
         self._used: Counter[str] = Counter()
         """How often its forward has used what tells of that."""
         self._counted: Counter[str] | None = None
         """Where uses of the forward that runs are counted, if any are."""
-        self._most_used: Counter[str] = Counter()
-        """The most of the steps so far."""
-        self._all_leave_behind = False
-        """True in a step that uses something more often than those before."""
+        self._learned: dict[frozenset[tuple[str, int]], Counter[str]] = {}
+        """By uses: the most that a step with these has added; of the newest such steps."""
+        self._expected: Counter[str] | None = None
+        """That of this step, once its backward has begun."""
 
     def start(self, *, sends: bool = True) -> None:
         """Begins a step; `sends`: with sums."""
@@ -104,7 +106,7 @@ class EarlySums:
                 self._waits += [part.sum_later(like.zeros()) for like in sent]
         self._added.clear()  # nothing is learned from it
         self._used.clear()
-        self._all_leave_behind = False
+        self._expected = None
         self.wait()
 
     @contextmanager
@@ -130,12 +132,10 @@ class EarlySums:
         """Takes note that a forward of this rank uses what `name` stands for, which its backward will add to."""
         if self._counted is not None and not in_backward():  # there a checkpoint computes again
             self._counted[name] += 1
-            self._all_leave_behind |= self._is_last and self._used[name] > self._most_used[name]
 
     def has_used(self, uses: Mapping[str, int]) -> None:
         """Takes note of the uses of forwards before this step, through which its backward will come."""
         self._used.update(uses)
-        self._all_leave_behind |= any(self._used[name] > self._most_used[name] for name in uses)
 
     def _note(self, name: str, _: Tensor) -> None:
         self.added(name)
@@ -151,16 +151,19 @@ class EarlySums:
             return
         if self._part_of[name] < self._num_left:
             raise RankFailure(
-                f"a step adds more often to the gradient of {name!r} than those before, after its sum over ranks had "
-                "left. Use a weight as often in every step, and torch's checkpoint with use_reentrant=False"
+                f"a step adds more often to the gradient of {name!r} than those before whose forward used as much, and "
+                "its sum over ranks had left. Use torch's checkpoint with use_reentrant=False, and the same penalties "
+                "and detached parts in every step"
             )
         self._added[name] += 1
 
     def leave(self) -> None:
         """Sends parts that are complete (see [Note: when a part leaves])."""
-        expected, added = self._expected, self._added
-        if not self._is_last or expected is None or self._all_leave_behind:
+        if not self._is_last:
             return
+        if self._expected is None:
+            self._expected = self._learned.get(frozenset(self._used.items()), Counter())
+        expected, added = self._expected, self._added
         for part in self._parts[self._num_left :]:
             reached = part.names and all(0 < expected[name] <= added[name] for name in part.names)
             if not reached or not part.is_home():
@@ -179,8 +182,10 @@ class EarlySums:
         for wait in waits:
             wait()
         if self._added:
-            self._expected = (self._expected or Counter()) | self._added
-            self._most_used |= self._used
+            uses = frozenset(self._used.items())
+            self._learned[uses] = self._learned.pop(uses, Counter()) | self._added
+            while len(self._learned) > _KINDS:
+                del self._learned[next(iter(self._learned))]
 
     def _send(self) -> None:
         part = self._parts[self._num_left]

@@ -7,9 +7,9 @@ zeros. An optimizer's step in between is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,40 +24,52 @@ class PutOffSums:
         share: the part that what all replicas have alike must have of a sum on this one: 1 on the first one, or by what
             the strategy divides sums, and 0 on the others.
         asked: the step that is going on leaves its sums to a later one (see `asking`).
-        are_due: gradients that are there have not been summed.
+        due: names of weights whose gradients, if there are any, have not been summed. One that is frozen meanwhile
+            stays among them: sums do not reach it.
     """
 
     share: float
     asked: bool = False
-    are_due: bool = False
+    due: set[str] = field(default_factory=set)
 
-    def are_done(self) -> bool:
-        """True if gradients that are there are those of all ranks."""
-        return not self.are_due
+    def is_summed(self, name: str) -> bool:
+        """True if a weight's gradient, if there is one, is that of all ranks."""
+        return name not in self.due
 
     @contextmanager
-    def asking(self, asked: bool) -> Iterator[None]:
-        """Encloses a step that leaves its sums to a later one, if `asked`."""
-        self.asked = asked
+    def asking(self, asked: bool, *, changes: bool) -> Iterator[None]:
+        """Encloses a step.
+
+        Args:
+            asked: it leaves its sums to a later one.
+            changes: gradients; if not, they are put back as they were, behind it.
+        """
+        before, self.asked = set(self.due), asked
         try:
             yield
         finally:
             self.asked = False
+            if not changes:
+                self.due = before
 
     @torch.no_grad()
-    def begin(self, weights: Iterable[ShardedWeight]) -> None:
+    def begin(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Begins a step with gradients: those of earlier steps become parts of a sum, if this one leaves its own."""
-        there = [held for held in weights if held.parameter.grad is not None]
-        if not there:
-            self.are_due = False
-        if not self.asked or self.are_due:
+        there = {name for name, held in weights.items() if held.parameter.grad is not None}
+        self.due &= there
+        if not self.asked:
             return
-        self.are_due = bool(there)  # from here on, also if the step breaks off
-        for held in there if self.share != 1.0 else ():
+        for name in there - self.due:
+            held = weights[name]
             gradient = held.parameter.grad
-            # Another tensor: the loop may have kept this one. Not a product: infinite gradients have no share of 0.
-            held.parameter.grad = gradient * self.share if self.share else torch.zeros_like(gradient)
+            if gradient is None or not held.parameter.requires_grad:
+                continue
+            self.due.add(name)  # from here on, also if the step breaks off
+            if self.share != 1.0:
+                # Another tensor: the loop may have kept this one. Not a product: infinite gradients have no share of 0.
+                held.parameter.grad = gradient * self.share if self.share else torch.zeros_like(gradient)
 
-    def end(self) -> None:
-        """Ends it: all gradients that are there are summed now, or none."""
-        self.are_due = self.asked
+    def end(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """Ends it: gradients of trained weights are summed now, or not yet."""
+        trained = {name for name, held in weights.items() if held.parameter.requires_grad}
+        self.due = self.due | trained if self.asked else self.due - trained

@@ -90,10 +90,6 @@ class ShardedModel(Observable, ABC):
         """Encloses the forward and backward of one micro-batch."""
         return nullcontext() if self.early_sums is None else self.early_sums.micro_batch(last=last)
 
-    def adds_zeros(self, name: str) -> None:
-        """Takes note that autograd adds zeros to a gradient next, which no pass of this model has made."""
-        return None
-
     def forward_backward(
         self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
     ) -> Tensor:
@@ -324,9 +320,6 @@ class OuterShardedModel(ShardedModel):
 
     def unused(self) -> list[str]:
         return self._inner.unused()
-
-    def adds_zeros(self, name: str) -> None:
-        self._inner.adds_zeros(name)
 
     def finish(self) -> None:
         self._inner.finish()

@@ -40,7 +40,7 @@ class FabricStrategy(LayoutRanks, ParallelStrategy):
     def __init__(self, layout: str | Sequence[Strategy]) -> None:
         self._take_layout(layout)
         super().__init__()
-        self._backward_sync_control: Any = _PutsSumsOff()
+        self._backward_sync_control: Any = _BackwardSync()
         self._models: list[nn.Module] = []
 
     def _configure_launcher(self) -> None:
@@ -201,7 +201,7 @@ def _directory(key: str) -> str:
     return key
 
 
-class _PutsSumsOff:
+class _BackwardSync:
     """The way in which Fabric's `no_backward_sync` reaches a model's `no_sync`."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

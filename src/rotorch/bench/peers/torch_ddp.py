@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel, as its documentation says to use it, with buckets of the size of ours."""
+"""torch's DistributedDataParallel as its documentation says; between hosts with buckets of the size of ours."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class TorchDDP(PlainLoop):
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         mesh = init_device_mesh(pick_device(task.device).type, (task.num_ranks,))
         num_hosts = len(set(gather_objects(socket.gethostname(), mesh=mesh)))
-        bucket_mb = bucket_bytes(num_bytes, num_hosts=num_hosts) / 2**20
-        self._wrapped = DistributedDataParallel(module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+        bucket = bucket_bytes(num_bytes, num_hosts=num_hosts)
+        self._wrapped = DistributedDataParallel(
+            module, gradient_as_bucket_view=True, bucket_cap_mb=None if bucket is None else bucket / 2**20
+        )
         super().__init__(task, module=module, callee=self._wrapped, shares=[rank])
 
     def _micro_batch(self, *, last: bool) -> AbstractContextManager[object]:

@@ -59,8 +59,8 @@ class DDPModel(SimpleShardedModel):
         self._leaves_early = self._num_hosts > 1 or setup.device.type != "cpu"
         self.early_sums = EarlySums(self._parts_of(setup))
         self.put_off = PutOffSums(0.0 if setup.mesh.get_local_rank() else self.loss_scale)
-        for held in self.weights.values():
-            held.is_summed = self.put_off.are_done
+        for name, held in self.weights.items():
+            held.is_summed = partial(self.put_off.is_summed, name)
 
     def _parts_of(self, setup: Setup) -> list[Part]:
         mesh, leaves = setup.mesh, self.shards.leaves
@@ -73,7 +73,7 @@ class DDPModel(SimpleShardedModel):
             return [Part((), partial(self._side_by_side, list(sizes)), partial(_sum_later, mesh=mesh))]
         sum_later = _apart(AxisGroup.along(mesh, "ddp"), device=setup.device).all_reduce_later
         itemsize = max(self.weights[name].local.itemsize for name in sizes)
-        least = bucket_bytes(sum(sizes.values()) * itemsize, num_hosts=self._num_hosts) / itemsize
+        least = (bucket_bytes(sum(sizes.values()) * itemsize, num_hosts=self._num_hosts) or _BUCKET_BYTES) / itemsize
         return [
             Part(run, partial(self._side_by_side, run), sum_later, leaves=[leaves[name] for name in run])
             for run in in_runs(list(sizes.items()), least=least)
@@ -82,14 +82,13 @@ class DDPModel(SimpleShardedModel):
     def _side_by_side(self, names: Sequence[str]) -> list[Tensor]:
         # Should the step break off with sums under way, earlier gradients must not lie where these are made.
         anew = self._leaves_early and any(self.weights[name].earlier is not None for name in names)
-        if self.put_off.are_due:
-            self.shards.add_earlier(names)
+        self.shards.add_earlier(name for name in names if name in self.put_off.due)
         return list(self.shards.side_by_side(names, anew=anew))
 
     def start(self) -> None:
         self.early_sums.start(sends=not self.put_off.asked)
         if torch.is_grad_enabled():
-            self.put_off.begin(self.weights.values())
+            self.put_off.begin(self.weights)
         super().start()
 
     @contextmanager
@@ -140,7 +139,7 @@ class DDPModel(SimpleShardedModel):
                 "call model(...) and loss.backward() in place of forward_backward, from the first step on"
             )
         super().finish()
-        self.put_off.end()
+        self.put_off.end(self.weights)
 
 
 def _sum_later(flat: Tensor, *, mesh: DeviceMesh) -> Wait:
@@ -152,16 +151,16 @@ def _sum_later(flat: Tensor, *, mesh: DeviceMesh) -> Wait:
     return wait
 
 
-def bucket_bytes(num_bytes: int, *, num_hosts: int) -> float:
-    """Bytes of gradients that leave together: as many as DDP has by default, or between hosts an eighth of all.
+def bucket_bytes(num_bytes: int, *, num_hosts: int) -> float | None:
+    """Bytes of gradients that leave together between hosts: an eighth of all, or as many as DDP has by default.
 
-    What leaves last is hidden by nothing, so it should be little.
+    What leaves last is hidden by nothing, so it should be little. Within a host, None: DDP's default, as it is.
 
     Args:
         num_bytes: of all.
         num_hosts: of the ranks that sum them.
     """
-    return _BUCKET_BYTES if num_hosts == 1 else min(_BUCKET_BYTES, num_bytes / 8)
+    return None if num_hosts == 1 else min(_BUCKET_BYTES, num_bytes / 8)
 
 
 def _trained_bytes(module: nn.Module) -> int:
@@ -169,6 +168,7 @@ def _trained_bytes(module: nn.Module) -> int:
 
 
 def _wrap(module: nn.Module, *, mesh: DeviceMesh, num_hosts: int) -> DistributedDataParallel:
+    num_bytes = bucket_bytes(_trained_bytes(module), num_hosts=num_hosts)
     module._ddp_params_and_buffers_to_ignore = []  # type: ignore[assignment]  # a parallel module refuses other wrappers
     try:
         return DistributedDataParallel(
@@ -177,7 +177,7 @@ def _wrap(module: nn.Module, *, mesh: DeviceMesh, num_hosts: int) -> Distributed
             gradient_as_bucket_view=True,
             init_sync=False,
             forward_sync_buffers=False,
-            bucket_cap_mb=bucket_bytes(_trained_bytes(module), num_hosts=num_hosts) / 2**20,
+            bucket_cap_mb=None if num_bytes is None else num_bytes / 2**20,
         )
     finally:
         del module._ddp_params_and_buffers_to_ignore
@@ -201,7 +201,7 @@ class ReplicatedModel(OuterShardedModel):
                 held,
                 num_holders=held.num_holders * mesh.size(),
                 holder=held.holder + held.num_holders * replica,
-                is_summed=self.put_off.are_done,
+                is_summed=partial(self.put_off.is_summed, name),
             )
             for name, held in inner.weights.items()
         }
@@ -216,10 +216,12 @@ class ReplicatedModel(OuterShardedModel):
         self.early_sums.start(sends=not self.put_off.asked)
         self._earlier = []
         if torch.is_grad_enabled():
-            self.put_off.begin(self.weights.values())
-            # Gradients that the user has not cleared are summed over the replicas already, and must not be once more.
+            self.put_off.begin(self.weights)
+            # Gradients that the user has not cleared are summed over the replicas already, and must not be once more;
+            # nor may those that are due be, while they are frozen.
             there = [held for held in self.weights.values() if held.parameter.grad is not None]
-            self._earlier = [EarlierGradient(held) for held in there] if not self.put_off.are_due else []
+            apart = [held for held in there if held.is_summed() or not held.parameter.requires_grad]
+            self._earlier = [EarlierGradient(held) for held in apart]
         self._inner.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -243,7 +245,7 @@ class ReplicatedModel(OuterShardedModel):
         for earlier in self._earlier:
             earlier.add_back()
         self._earlier = []
-        self.put_off.end()
+        self.put_off.end(self.weights)
 
     def gradients(self) -> list[Tensor]:
         return self._inner.gradients()

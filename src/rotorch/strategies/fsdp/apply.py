@@ -79,8 +79,9 @@ class FSDPModel(ShardedModel):
         self._names = {id(held.parameter): name for name, held in self.weights.items()}
         self._reached: set[str] = set()
         """Names of weights that a backward of this step has given a gradient."""
-        self._zeros_come: set[str] = set()
-        """Names of those to whose gradient autograd adds zeros next."""
+        self._sums_come: set[str] = set()
+        """Names of those whose gradients fully_shard is summing, which it then gives to the parameters."""
+        self._for_calls = False
         self._blocks = setup.spec.weights_of_blocks()
         self._named_blocks = [(name, module.get_submodule(name)) for name in setup.spec.blocks]
         self._in_parts: set[str] = set()
@@ -102,12 +103,22 @@ class FSDPModel(ShardedModel):
                 if isinstance(child, FSDPModule):
                     child.reshard()
 
+    @contextmanager
+    def unsharded_for_calls(self) -> Iterator[nn.Module]:
+        self._for_calls = True
+        try:
+            with self.unsharded() as module:
+                yield module
+        finally:
+            self._for_calls = False
+
     def start(self) -> None:
-        self._reached, self._zeros_come = set(), set()
+        self._reached, self._sums_come = set(), set()
         self._beside.start()
 
     def _note_reached(self, group: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Gives weights that this rank's backward has not reached zeros: another rank's may have reached them."""
+        self._sums_come.update(self._names[id(at_rest)] for at_rest, _ in group)
         for at_rest, whole in group:
             if whole.grad is None:
                 whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
@@ -127,13 +138,11 @@ class FSDPModel(ShardedModel):
                 for handle in handles:
                     handle.remove()
 
-    def adds_zeros(self, name: str) -> None:
-        self._zeros_come.add(name)
-
     def _note_summed(self, at_rest: Tensor) -> None:
         name = self._names[id(at_rest)]
-        if name in self._zeros_come:
-            self._zeros_come.discard(name)
+        if name in self._sums_come:
+            self._sums_come.discard(name)
+        elif self._for_calls:  # called by autograd; what it adds there is kept apart (drop_in/calls.py)
             return
         assert self.early_sums is not None
         self.early_sums.added(name)
