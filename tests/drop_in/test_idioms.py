@@ -39,7 +39,7 @@ LAYOUTS = (
     "ddp=2,fsdp=2",
     "ddp=2,rtp=2[transport=send_receive]",
 )
-EVERY = 8
+EVERY = 10
 """One cell in so many is of the sample: neither it nor the number of layouts divides the other."""
 
 CELLS = {

@@ -122,6 +122,7 @@ def put_off(directory):
     return seen
 
 
+@pytest.mark.slow
 def test_all_but_the_last_micro_batch_of_a_step_leave_their_sums_to_it(tmp_path):
     for seen in run_ranks(put_off, tmp_path, num_ranks=2):
         assert seen[:4] == [True, True, True, False] and seen.count(False) == 20  # the last one of an epoch has fewer

@@ -143,12 +143,13 @@ def compared(layout):
 @pytest.mark.parametrize(
     "layout",
     [
-        "ddp=2,megatron=2",
-        "ddp=2,rtp=2",
+        "ddp=2",
         "ddp=2,rtp=2[transport=send_receive]",
         "ddp=2,fsdp=2",
-        "ddp=2,rtp=1",
-        "ddp=2",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in ("ddp=2,megatron=2", "ddp=2,rtp=2", "ddp=2,rtp=1")
+        ),
     ],
 )
 def test_sums_leave_under_each_backward_and_are_those_of_one_process(layout):
@@ -208,7 +209,9 @@ def beside_the_engine(layout):
     return max(float((each[n] - alone[n]).abs().max()) for each in others for n in alone if alone[n].numel())
 
 
-@pytest.mark.parametrize("layout", ["ddp=2,fsdp=2", "ddp=2,rtp=2[transport=send_receive]"])
+@pytest.mark.parametrize(
+    "layout", ["ddp=2,fsdp=2", pytest.param("ddp=2,rtp=2[transport=send_receive]", marks=pytest.mark.slow)]
+)
 def test_steps_of_other_kinds_may_come_between(layout):
     assert max(run_ranks(beside_the_engine, layout, num_ranks=4)) < EXACT
 
