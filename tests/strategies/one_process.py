@@ -1,6 +1,6 @@
 """Steps of one process on some global batches, for tests that hold layouts to it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,3 +32,17 @@ def one_process(config: Any, batches: Iterable[Rows], *, seed: int) -> list[tupl
         steps.append((loss, {name: p.grad.clone() for name, p in module.named_parameters()}))
         optimizer.step()
     return steps
+
+
+def mean_gradients(
+    module: nn.Module, backwards: Callable[[nn.Module, Any], None], shares: Sequence[Any]
+) -> dict[str, Tensor]:
+    """By name: means over shares of the gradients that `backwards` of each leaves; zeros where it leaves none."""
+    found = {name: torch.zeros_like(weight) for name, weight in module.named_parameters()}
+    for share in shares:
+        module.zero_grad()
+        backwards(module, share)
+        for name, weight in module.named_parameters():
+            if weight.grad is not None:
+                found[name] += weight.grad / len(shares)
+    return found

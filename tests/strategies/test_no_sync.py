@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from one_process import mean_gradients
 from test_replicas_that_differ import ALL, EXACT, PLAN, made_for, share_of, squares
 
 import rotorch
@@ -159,13 +160,7 @@ def compared(layout, between_hosts):
             sent.clear()
             model.zero_grad()
             backwards(model, shares_of(number, parallel.batch_rank, orders))
-            total = {}
-            for share in range(num_shares):
-                plain.zero_grad()
-                backwards(plain, shares_of(number, share, orders))
-                for name, weight in plain.named_parameters():
-                    mean = torch.zeros_like(weight) if weight.grad is None else weight.grad / num_shares
-                    total[name] = total[name] + mean if name in total else mean
+            total = mean_gradients(plain, backwards, [shares_of(number, share, orders) for share in range(num_shares)])
             ours = {name: parallel.full_tensor(name, grad=True) for name in total}
             worst = max(float((ours[name] - right).abs().max()) for name, right in total.items())
             found.append((worst, sent.count(0)))

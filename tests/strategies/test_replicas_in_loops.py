@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from one_process import build
+from one_process import build, mean_gradients
 from test_replicas import SEED, batch_of
 from test_replicas_that_differ import ALL, EXACT, PLAN, made_for, share_of, squares
 from torch.utils.checkpoint import checkpoint
@@ -127,13 +127,7 @@ def compared(layout):
                 backward = backward_of_each
             model.zero_grad()
             backward(model, shares_of(step, parallel.batch_rank, orders))
-            total = {}
-            for share in range(num_shares):
-                plain.zero_grad()
-                backward(plain, shares_of(step, share, orders))
-                for name, weight in plain.named_parameters():
-                    mean = weight.grad / num_shares
-                    total[name] = total[name] + mean if name in total else mean
+            total = mean_gradients(plain, backward, [shares_of(step, share, orders) for share in range(num_shares)])
             worst = max(float((parallel.full_tensor(n, grad=True) - right).abs().max()) for n, right in total.items())
             found.append((worst, left[-1]))
         parallel.close()

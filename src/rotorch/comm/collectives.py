@@ -6,6 +6,7 @@ Small sums over ranks of one host go through shared memory, once `open_shared_re
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -127,6 +128,11 @@ def gather_objects(value: Any, *, mesh: DeviceMesh) -> list[Any]:
             dist.all_gather_object(gathered, found, group=mesh.get_group(axis))
             found = [each for of_rank in gathered for each in of_rank]
     return found
+
+
+def num_hosts(mesh: DeviceMesh) -> int:
+    """The number of hosts that the ranks of `mesh` are on, by their names. All of them."""
+    return len(set(gather_objects(socket.gethostname(), mesh=mesh)))
 
 
 def group_timeout_s(mesh: DeviceMesh, *, device: torch.device) -> float:

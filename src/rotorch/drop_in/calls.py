@@ -392,9 +392,7 @@ class _GradientsPastThePass:
     """
 
     def __init__(self, model: ParallelModel) -> None:
-        put_off = model.sharded.put_off
-        self._share = put_off.share if put_off is not None and put_off.asked else 1.0
-        """Of each in this rank's sum: all replicas have the same, and a later sum is over replicas."""
+        self._put_off = model.sharded.put_off
         self._before = [(held, held.parameter.grad) for held in model.weights.values() if held.sites]
         self._taken: list[tuple[ShardedWeight, DTensor]] = []
         for held, before in self._before:
@@ -439,8 +437,8 @@ class _GradientsPastThePass:
         for held, gradient in self._taken:
             if gradient.placements != held.parameter.placements:
                 gradient = gradient.redistribute(placements=held.parameter.placements)
-            if self._share != 1.0:
-                gradient = gradient * self._share if self._share else torch.zeros_like(gradient)
+            if self._put_off is not None and self._put_off.asked:
+                gradient = self._put_off.part_of(gradient)
             if held.local_grad is None:
                 held.parameter.grad = gradient
             else:

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from rotorch._torch_private import in_backward
-from rotorch.comm.axis_group import Wait
 from rotorch.core.errors import RankFailure
 
 Name = TypeVar("Name")
 
-SumLater = Callable[[Tensor], Wait]
+SumLater = Callable[[Tensor], Callable[[], object]]
 
 _RUNS = 8
 """Parts of a model: the last one to leave, which nothing hides, is as small a part of it; messages stay few."""
@@ -81,7 +80,7 @@ class EarlySums:
         self._part_of = {name: number for number, part in enumerate(parts) for name in part.names}
         self._num_left = 0
         """Parts of this step that have left."""
-        self._waits: list[Wait] = []
+        self._waits: list[Callable[[], object]] = []
         self._sent: list[list[_Like]] = [[] for _ in parts]
         """Per part: the messages of the last step that sent it."""
         self._has_begun = self._is_last = False

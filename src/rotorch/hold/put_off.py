@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from rotorch.shard.sharded_weight import ShardedWeight
 
@@ -65,9 +66,16 @@ class PutOffSums:
             if gradient is None or not held.parameter.requires_grad:
                 continue
             self.due.add(name)  # from here on, also if the step breaks off
-            if self.share != 1.0:
-                # Another tensor: the loop may have kept this one. Not a product: infinite gradients have no share of 0.
-                held.parameter.grad = gradient * self.share if self.share else torch.zeros_like(gradient)
+            held.parameter.grad = self.part_of(gradient)
+
+    def part_of(self, gradient: Tensor) -> Tensor:
+        """This rank's part in a sum that shall be a gradient which all replicas have; another tensor, unless it is all.
+
+        The loop may have kept the given one. No product with 0, of which infinite gradients have none.
+        """
+        if self.share == 1.0:
+            return gradient
+        return gradient * self.share if self.share else torch.zeros_like(gradient)
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Ends it: gradients of trained weights are summed now, or not yet."""

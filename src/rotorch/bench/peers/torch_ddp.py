@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import AbstractContextManager, nullcontext
 
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,9 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.bench.contender import PlainLoop, whole_model
 from rotorch.bench.task import Task
-from rotorch.comm.collectives import gather_objects
+from rotorch.comm.collectives import num_hosts
 from rotorch.mesh import pick_device
-from rotorch.strategies.ddp.apply import bucket_bytes
+from rotorch.strategies.ddp.apply import bucket_mb
 
 
 class TorchDDP(PlainLoop):
@@ -20,12 +19,9 @@ class TorchDDP(PlainLoop):
 
     def __init__(self, task: Task, *, rank: int) -> None:
         module = whole_model(task)
-        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         mesh = init_device_mesh(pick_device(task.device).type, (task.num_ranks,))
-        num_hosts = len(set(gather_objects(socket.gethostname(), mesh=mesh)))
-        bucket = bucket_bytes(num_bytes, num_hosts=num_hosts)
         self._wrapped = DistributedDataParallel(
-            module, gradient_as_bucket_view=True, bucket_cap_mb=None if bucket is None else bucket / 2**20
+            module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb(module, hosts=num_hosts(mesh))
         )
         super().__init__(task, module=module, callee=self._wrapped, shares=[rank])
 

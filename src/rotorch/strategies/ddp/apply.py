@@ -5,7 +5,6 @@ Torch's DistributedDataParallel over plain parameters; or, over another strategy
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch._torch_private import group_timeout, sums_are_complete
-from rotorch.comm.axis_group import AxisGroup, Wait
-from rotorch.comm.collectives import all_reduce_sum_later, any_rank, gather_objects
+from rotorch.comm.axis_group import AxisGroup
+from rotorch.comm.collectives import all_reduce_sum_later, any_rank, num_hosts
 from rotorch.comm.transports.message_ring import message_group
 from rotorch.core.errors import ConfigError
 from rotorch.hold.early_sums import EarlySums, Part, in_runs
@@ -47,7 +46,7 @@ class DDPModel(SimpleShardedModel):
         placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
         super().__init__(setup.module, setup.shards(placements))
         self._mesh = setup.mesh
-        self._num_hosts = len(set(gather_objects(socket.gethostname(), mesh=setup.mesh)))
+        self._num_hosts = num_hosts(setup.mesh)
         self._wrapped: DistributedDataParallel | None = None
         self._in_buckets: bool | None = False if setup.param_dtype is not None else None
         """True if DDP sums gradients; None until a step has found out whether it can."""
@@ -70,10 +69,10 @@ class DDPModel(SimpleShardedModel):
         if mesh.size() == 1 or not sizes:
             return []
         if not self._leaves_early:
-            return [Part((), partial(self._side_by_side, list(sizes)), partial(_sum_later, mesh=mesh))]
+            return [Part((), partial(self._side_by_side, list(sizes)), partial(all_reduce_sum_later, mesh=mesh))]
         sum_later = _apart(AxisGroup.along(mesh, "ddp"), device=setup.device).all_reduce_later
         itemsize = max(self.weights[name].local.itemsize for name in sizes)
-        least = (bucket_bytes(sum(sizes.values()) * itemsize, num_hosts=self._num_hosts) or _BUCKET_BYTES) / itemsize
+        least = (bucket_bytes(sum(sizes.values()) * itemsize, hosts=self._num_hosts) or _BUCKET_BYTES) / itemsize
         return [
             Part(run, partial(self._side_by_side, run), sum_later, leaves=[leaves[name] for name in run])
             for run in in_runs(list(sizes.items()), least=least)
@@ -99,7 +98,7 @@ class DDPModel(SimpleShardedModel):
                 return
             if self._wrapped is None:  # made when the leaves are in place: DDP keeps the parameters that it finds
                 self.shards.gradients_move()  # to its buckets
-                self._wrapped = _wrap(module, mesh=self._mesh, num_hosts=self._num_hosts)
+                self._wrapped = _wrap(module, mesh=self._mesh, hosts=self._num_hosts)
             self._under_backward = True
             try:
                 yield self._wrapped
@@ -142,33 +141,25 @@ class DDPModel(SimpleShardedModel):
         self.put_off.end(self.weights)
 
 
-def _sum_later(flat: Tensor, *, mesh: DeviceMesh) -> Wait:
-    summed = all_reduce_sum_later(flat, mesh=mesh)
-
-    def wait() -> None:
-        summed()
-
-    return wait
-
-
-def bucket_bytes(num_bytes: int, *, num_hosts: int) -> float | None:
+def bucket_bytes(num_bytes: int, *, hosts: int) -> float | None:
     """Bytes of gradients that leave together between hosts: an eighth of all, or as many as DDP has by default.
 
     What leaves last is hidden by nothing, so it should be little. Within a host, None: DDP's default, as it is.
 
     Args:
         num_bytes: of all.
-        num_hosts: of the ranks that sum them.
+        hosts: number of those of the ranks that sum them.
     """
-    return None if num_hosts == 1 else min(_BUCKET_BYTES, num_bytes / 8)
+    return None if hosts == 1 else min(_BUCKET_BYTES, num_bytes / 8)
 
 
-def _trained_bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+def bucket_mb(module: nn.Module, *, hosts: int) -> float | None:
+    """The same for torch's DDP over a module, in its units (MiB)."""
+    num_bytes = bucket_bytes(sum(p.nbytes for p in module.parameters() if p.requires_grad), hosts=hosts)
+    return None if num_bytes is None else num_bytes / 2**20
 
 
-def _wrap(module: nn.Module, *, mesh: DeviceMesh, num_hosts: int) -> DistributedDataParallel:
-    num_bytes = bucket_bytes(_trained_bytes(module), num_hosts=num_hosts)
+def _wrap(module: nn.Module, *, mesh: DeviceMesh, hosts: int) -> DistributedDataParallel:
     module._ddp_params_and_buffers_to_ignore = []  # type: ignore[assignment]  # a parallel module refuses other wrappers
     try:
         return DistributedDataParallel(
@@ -177,7 +168,7 @@ def _wrap(module: nn.Module, *, mesh: DeviceMesh, num_hosts: int) -> Distributed
             gradient_as_bucket_view=True,
             init_sync=False,
             forward_sync_buffers=False,
-            bucket_cap_mb=None if num_bytes is None else num_bytes / 2**20,
+            bucket_cap_mb=bucket_mb(module, hosts=hosts),
         )
     finally:
         del module._ddp_params_and_buffers_to_ignore
