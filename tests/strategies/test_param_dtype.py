@@ -159,6 +159,28 @@ def clear(model):
         parameter.grad = None
 
 
+def losses_of_steps(path, layout):
+    """Losses of three steps of gradient descent, with copies in bfloat16."""
+    model = model_of(path, layout, param_dtype=BF16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for _ in range(3):
+        found.append(float(model.forward_backward(micro_batches(model))))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.close()
+    return found
+
+
+def test_experts_that_stay_in_stages_are_those_of_the_last_step(tiny):
+    """Whole experts have copies that nothing gathers: each step writes them anew."""
+    path = tiny("mixtral")
+    (expected,) = run_ranks(losses_of_steps, path, "single", num_ranks=1)
+    assert expected[0] - expected[2] > 0.05
+    for found in run_ranks(losses_of_steps, path, "pp=2,ep=2", num_ranks=4):
+        assert found == pytest.approx(expected, rel=2e-3)
+
+
 def test_micro_batches_add_up_in_float32_and_the_stream_is_half(tiny):
     """In bfloat16 the last of 64 equal additions would round to 1/4 of itself; by 64, a power of two, all is exact."""
     ((differences, seen),) = run_ranks(sums_of_micro_batches, tiny("llama"), num_ranks=1)
