@@ -26,20 +26,22 @@ INPUT_IDS = torch.arange(1, 33).view(2, 16)
 FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2", "mixtral"]
 
 
-def train_and_save(run_dir, family, parallel, tokenizer_file):
+def train_and_save(run_dir, family, parallel, tokenizer_file, run):
     with rotorch.on_meta():
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / f"{family}.json"))
     model = rotorch.parallelize(module, parallel).materialize(seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model.forward_backward({"input_ids": INPUT_IDS, "labels": INPUT_IDS})
     optimizer.step()
-    save(run_dir, TrainState(model=model, optimizer=optimizer, step=1, tokenizer_file=tokenizer_file), keep=1)
+    state = TrainState(model=model, optimizer=optimizer, step=1, tokenizer_file=tokenizer_file, run=run)
+    save(run_dir, state, keep=1)
     return model.next_token_logits(INPUT_IDS).tolist()
 
 
-def trained(run_dir, family, *, parallel="single", num_ranks=1, tokenizer_file=None):
+def trained(run_dir, family, *, parallel="single", num_ranks=1, tokenizer_file=None, run=None):
     """Trains one step and saves; returns the logits of the next token."""
-    return torch.tensor(run_ranks(train_and_save, run_dir, family, parallel, tokenizer_file, num_ranks=num_ranks)[0])
+    given = run_dir, family, parallel, tokenizer_file, run or {}
+    return torch.tensor(run_ranks(train_and_save, *given, num_ranks=num_ranks)[0])
 
 
 def loaded_logits(directory):
@@ -220,3 +222,11 @@ def test_the_tokenizer_of_bytes_is_that_of_the_run(text, tmp_path):
     opened, ours = AutoTokenizer.from_pretrained(tmp_path), ByteTokens()
     assert opened(text).input_ids == ours.encode(text) and opened.decode(ours.encode(text)) == text
     assert opened.eos_token_id == ours.end_id and len(opened) == ours.vocab_size and opened.model_max_length == 32
+
+
+def test_a_run_on_bytes_brings_their_tokenizer(tmp_path):
+    from transformers import AutoTokenizer
+
+    trained(tmp_path / "run", "llama", run={"data": {"tokenizer": "bytes"}})
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([82, 84, 80]) == "RTP"

@@ -17,7 +17,7 @@ from three_weights import make, read_back, step
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.checkpoint.contents import inspect_checkpoint
-from rotorch.train.checkpoint.directories import candidates, checkpoints_of, prune, remove_leftovers
+from rotorch.train.checkpoint.directories import candidates, checkpoints_of, prune, remove_directory, remove_leftovers
 from rotorch.train.checkpoint.export import export_checkpoint
 from rotorch.train.checkpoint.manifest import DamagedCheckpoint
 from rotorch.train.checkpoint.saving import check, latest, load, load_newest, save
@@ -71,6 +71,16 @@ def test_a_store_keeps_checkpoints_as_a_disk_does(memory, caplog):
     save(url, state, keep=2)
     assert f"removing {path}, left by a save that was cut off" in caplog.text
     assert steps_in(url) == [3, 5] and not list(path.iterdir())
+
+
+def test_a_checkpoint_that_is_being_removed_does_not_look_whole(memory, monkeypatch):
+    """Its manifest goes first: a store has no name to take away from all of its files at once."""
+    url = "memory://bucket/run"
+    save_steps(url, 2)
+    before, path = candidates(checkpoints_of(url))
+    monkeypatch.setattr(type(path), "remove_below", lambda path: None)  # a kill in between
+    remove_directory(path)
+    assert latest(url) == before and list(path.iterdir())
 
 
 def test_a_flipped_byte_is_named_and_the_one_before_is_used(memory, caplog):
