@@ -61,6 +61,17 @@ def in_sets(module, x, numbers, weights, *, sets):
     return total
 
 
+def test_outputs_of_pairs_are_not_kept():
+    """A token that goes to k experts has k rows of outputs: kept, they would take k times what one output does."""
+    leaves = [torch.randn(64, WIDTH), torch.randint(0, NUM_EXPERTS, (64, 2)), torch.rand(64, 2)]
+    pairs = RoutedPairs(nn.Identity(), name="experts", num_experts=NUM_EXPERTS, leaves=leaves)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        rows = torch.randn(128, WIDTH, requires_grad=True)
+        total = pairs.total(leaves, rows, Range(0, NUM_EXPERTS))
+    assert total.requires_grad and not any(tensor.is_floating_point() for tensor in saved)
+
+
 @pytest.mark.parametrize(
     ("most", "sets"),
     [

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 from rotorch.core.errors import ConfigError
-from rotorch.ops.rotate import rotate_module
+from rotorch.ops import rotate
+from rotorch.ops.rotate import SliceGradient, rotate_module
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.testing.ranks import run_ranks
 
@@ -189,6 +190,31 @@ def freed(make, transport, recompute):
 def test_inputs_are_freed_with_the_backward_and_graphs_without_one(transport, recompute, rotating):
     for result in run_ranks(freed, rotating, transport, recompute, num_ranks=2):
         assert result == (True, False, True, False)
+
+
+def gradients_of_slices_before(make, transport):
+    """The most gradients of other slices that were there when a slice was computed."""
+    rotating = mlp_of(make, transport=transport, recompute=True)
+    made, beside = [], []
+
+    class Noted(SliceGradient):
+        def add(self, number, grad):
+            made.append(weakref.ref(grad))
+            super().add(number, grad)
+
+    def run(weights, inputs):
+        beside.append(sum(grad() is not None for grad in made))
+        return mlp(weights, inputs)
+
+    rotate.SliceGradient = Noted
+    rotating.step(lambda: rotate_module(rotating.unit, run, inputs_of(0)).sum())
+    return len(made) >= 9, max(beside)  # `add` is called once more where the buffer comes late
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "send_receive"])
+def test_gradients_of_a_slice_are_gone_when_the_next_one_is_computed(transport, rotating):
+    """Gradients of experts, which autograd makes, are as large as the slice."""
+    assert run_ranks(gradients_of_slices_before, rotating, transport, num_ranks=3) == [(True, 0)] * 3
 
 
 def saved_weights(make, transport):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range
@@ -119,8 +120,8 @@ class RoutedPairs:
     def total(self, leaves: Sequence[Any], output_SD: Tensor, experts: Range) -> Tensor:
         """Adds up the rows of some experts' pairs by token: their part of the output [T, D]."""
         tokens_S = self._pairs[self._starts[experts.start] : self._starts[experts.stop]] // self._shape[1]
-        total_TD = torch.zeros_like(leaves[self.tokens_at], dtype=output_SD.dtype, requires_grad=False)
-        return total_TD.index_add(0, tokens_S, output_SD)
+        total_TD: Tensor = _AddedUp.apply(output_SD, tokens_S, len(leaves[self.tokens_at]))
+        return total_TD
 
     def _is_of_tokens(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape != self._shape
@@ -136,6 +137,21 @@ def with_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
     """The tensor with a graph that begins with another one, which gets no gradient."""
     made: Tensor = _WithGraph.apply(tensor, anchor)
     return made
+
+
+class _AddedUp(torch.autograd.Function):
+    """Rows `[S, D]` added up by token: `[T, D]`. Torch's `index_add` keeps the rows to have their shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SD: Tensor, tokens_S: Tensor, num_tokens: int) -> Tensor:
+        ctx.save_for_backward(tokens_S)
+        return rows_SD.new_zeros(num_tokens, *rows_SD.shape[1:]).index_add_(0, tokens_S, rows_SD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (tokens_S,) = ctx.saved_tensors
+        return grad_TD.index_select(0, tokens_S), None, None
 
 
 class _WithGraph(torch.autograd.Function):

@@ -352,6 +352,8 @@ class _RotateModule(torch.autograd.Function):
             for (number, _), grad in zip(trained, grads[len(wanted) :], strict=True):
                 if grad is not None:
                     unit.receiver.add(number, grad)
+            # Gradients of a slice's experts are as large as the slice: not beside those of the next one.
+            grad, grads = None, []
             unit.receiver.pass_on()
         # The graph may live on with the loss that was computed from it; its inputs need not.
         unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.norm_recipes = None
