@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rotorch import _torch_private
 from rotorch._torch_private import (
+    ASKS_FOR_VALUES,
     AUTOGRAD_THREADS,
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
@@ -568,3 +569,9 @@ def test_fake_tensors_have_bytes_and_a_device_but_no_memory():
         product = tensor @ tensor
     assert (type(product), product.shape, product.device.type) == (FakeTensor, tensor.shape, "cpu")
     assert product.untyped_storage().nbytes() == 4 << 40
+
+
+@pytest.mark.parametrize("look", [torch.Tensor.nonzero, torch.Tensor.item])
+def test_fake_tensors_have_no_values(look):
+    with fake_tensors(), pytest.raises(ASKS_FOR_VALUES):
+        look(torch.zeros(()))

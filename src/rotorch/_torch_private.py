@@ -16,7 +16,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed import _state_dict_utils
@@ -66,6 +71,7 @@ Reason: a process that has them cannot fork ranks that compute gradients, and to
 # tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses
 # registered with torch's own pytree; optree would not know Hugging Face's output classes.
 __all__ = [
+    "ASKS_FOR_VALUES",
     "AUTOGRAD_THREADS",
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
@@ -357,6 +363,10 @@ def fake_tensors() -> Any:
     attention takes another kernel, which keeps other things.
     """
     return FakeTensorMode()
+
+
+ASKS_FOR_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
+"""Raised in such a context by an operation whose result depends on numbers. Reason: they have no public name."""
 
 
 def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:

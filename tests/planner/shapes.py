@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Combine, Cut, GridCut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.whole_experts import WholeExperts
 
 
 def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, itemsize: int = 2) -> ModelSpec:
@@ -32,6 +33,26 @@ def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, item
     names = tuple(f"layers.{number}" for number in range(layers))
     order = LayerOrder(layers=names, after=("norm", "head"), width=width, attention_width=width)
     return ModelSpec("Transformer", tuple(units), order=order, features_stay_whole="only shapes are known")
+
+
+def mixture(*, layers: int, num_experts: int) -> ModelSpec:
+    """The transformer with stacked experts in place of its MLPs; a token goes to two of a layer's."""
+    dense = transformer(layers=layers)
+    units, whole = [], []
+    for unit in dense.units:
+        if unit.name.endswith(".mlp"):
+            stacked = tuple(
+                replace(w, shape=(num_experts, *w.shape), cut=replace(w.cut, dim=w.cut.dim + 1))
+                for w in unit.weights
+                if w.cut is not None
+            )
+            unit = replace(unit, weights=stacked)
+            sets = tuple(replace(w, cut=Cut(0, num_experts)) for w in stacked)
+            note = WholeExperts(num_experts, per_token=2, width=dense.order.width)
+            whole.append(replace(unit, weights=sets, notes=(note,)))
+        units.append(unit)
+    order = replace(dense.order, experts_per_token=2)
+    return replace(dense, name="Mixture", units=tuple(units), order=order, experts=tuple(whole))
 
 
 def attending(spec: ModelSpec, *, window: int | None = None) -> ModelSpec:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from shapes import attending, on_grids, transformer
+from shapes import attending, mixture, on_grids, transformer
 
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
@@ -42,6 +42,43 @@ def test_layouts_of_three_dimensions_are_among_them():
     texts = set(compositions(8, num_layers=4, wide=8))
     assert {"pp=2,fsdp=2,megatron=2", "pp=2,fsdp=2[recompute=block],megatron=2[sequence_parallel=true]"} <= texts
     assert {"pp=2,rtp=2,megatron=2", "pp=2,megatron=4[sequence_parallel=true]"} <= texts
+
+
+def test_mixtures_are_tried_with_whole_experts():
+    texts = set(compositions(8, num_layers=4, wide=8, num_experts=4))
+    assert {"ddp=2,ep=4", "pp=2,ep=4[recompute=block]", "ddp=2,rtp=4[experts=whole]"} <= texts
+    assert "ddp=2,rtp=4[recompute=slice,experts=whole]" in texts
+    assert not {"ep=8", "rtp=8[experts=whole]"} & texts  # some ranks would have no expert
+    found = search(replace(task(), spec=mixture(layers=8, num_experts=8)))
+    plans = {plan.parallel: plan for plan in found.plans}
+    assert {"ep=8", "rtp=8[experts=whole]"} <= set(plans)
+    assert plans["ep=8"].memory.by_category["gathered"] < plans["fsdp=8"].memory.by_category["gathered"]
+    assert not any(
+        "experts" in text or "ep=" in text for text in (*found.refused, *compositions(8, num_layers=4, wide=8))
+    )
+
+
+def test_slices_of_a_mixture_repeat_what_belongs_to_pairs():
+    """Cut through their widths each slice gathers all tokens by expert; sets of whole experts each their own."""
+    kept, repeated = PerRow(24 * MIB), PerRow(6 * MIB)
+    layer = replace(LAYER, experts=kept, repeated=repeated)
+    asked = replace(task(), spec=mixture(layers=8, num_experts=8))
+    asked = replace(asked, traced=replace(asked.traced, layers=(layer,)))
+    activations = {
+        text: judged(asked, text, rows=1, accumulation=1).memory.by_category["activations"]
+        for text in ("rtp=8[recompute=none]", "rtp=8[recompute=none,experts=whole]", "megatron=8", "ddp=8")
+    }
+    whole, alone = activations["rtp=8[recompute=none,experts=whole]"], activations["ddp=8"]
+    assert whole == alone
+    assert activations["rtp=8[recompute=none]"] == alone + 8 * 7 * 6 * MIB
+    assert activations["megatron=8"] == alone - 8 * (24 - 6) * 7 / 8 * MIB
+
+
+def test_gradients_of_a_slices_experts_are_there_at_once():
+    asked = replace(task(rows=8), spec=mixture(layers=8, num_experts=64))
+    cut = judged(asked, "rtp=8[recompute=slice]", rows=1, accumulation=1).memory.by_category["temporaries"]
+    held = sum(weight.num_bytes for weight in asked.spec.experts[0].weights)
+    assert held / 8 < cut < held / 8 + 16 * MIB
 
 
 def test_of_three_dimensions_a_stage_is_gathered_in_slices():

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from rotorch._torch_private import fake_tensors, storage_key
+from rotorch._torch_private import ASKS_FOR_VALUES, fake_tensors, storage_key
 from rotorch.bench.tensor_memory import GRADIENTS, LOGITS, OTHER, WEIGHTS, LiveStorages, tensors_in
 from rotorch.bench.traced_attention import attentions_alone
 from rotorch.bench.weight_copies import WeightCopies
+from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision
-from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.core.traffic import MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
@@ -64,21 +65,34 @@ def trace_memory(
     names = [model.spec.order.layers[place] for place in firsts]
     every = list(model.spec.order.layers[:shown])
     units = [u.name for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE]
+    experts = [u for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE and _has_experts(u)]
     attentions: dict[str, list[TracedAttention]] = {}
     parts = None if shared is None else _Parts(shared, attentions)
-    (one, ends), (two, other_ends) = (
-        _trace(config, every, units, rows=rows, tokens=tokens, precision=precision, parts=parts) for rows in _ROWS
+    trace = partial(
+        _trace, config, every, units, [u.name for u in experts], tokens=tokens, precision=precision, parts=parts
     )
+    try:
+        (one, ends), (two, other_ends) = (trace(rows=rows) for rows in _ROWS)
+        # Of a part p that every slice keeps whole and a rest r, half of the weights keep p + r / 2.
+        half, _ = trace(rows=1, halves=experts) if experts else (one, ends)
+    except ASKS_FOR_VALUES as error:
+        raise ConfigError(
+            f"plan: {model.name}: its forward looks at values of tensors ({error}), so what it keeps cannot be counted "
+            "without running it. Compare its layouts by rotorch bench"
+        ) from None
     fits = {key: _line(one[key], two[key]) for key in one}
+    repeated = {name: max(0.0, 2 * half[f"{name} experts"] - one[f"{name} experts"]) for name in names}
     return Traced(
         layers=tuple(
             TracedLayer(
                 fits[f"{name} stream"],
-                fits[f"{name} interior"],
+                fits[f"{name} interior"] + fits[f"{name} experts"],
                 fits[f"{name} given"],
                 fits[f"{name} attention"],
                 tuple(attentions.get(name, ())),
                 _points(ends.of(name), other_ends.of(name)),
+                fits[f"{name} experts"],
+                PerRow(repeated[name]) if experts else PerRow(),
             )
             for name in names
         ),
@@ -111,6 +125,20 @@ def traced_parts(model_config: Any, *, tokens: int, num_ranks: int, precision: P
     return spec, trace_memory(
         model_config, fold(spec), tokens=own, precision=precision, shared=try_shared(module).attentions
     )
+
+
+def _has_experts(unit: Unit) -> bool:
+    return any(len(weight.shape) > 2 for weight in unit.weights)
+
+
+def _halve(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Gives modules the first of two slices of their weights."""
+    for weight in (w for unit in units for w in unit.weights if w.cut is not None):
+        place, _, attribute = weight.name.rpartition(".")
+        whole = module.get_parameter(weight.name)
+        shape = list(whole.shape)
+        shape[weight.cut.dim] = sum(r.length for r in weight.cut.ranges(shape[weight.cut.dim], num_slices=2, index=0))
+        setattr(module.get_submodule(place), attribute, nn.Parameter(whole.new_empty(shape)))
 
 
 def _line(one: float, two: float) -> PerRow:
@@ -213,6 +241,9 @@ def _shallow(model_config: Any, *, layers: int) -> Any:
     setattr(text, key, layers)
     if isinstance(getattr(text, "layer_types", None), list):
         text.layer_types = text.layer_types[:layers]
+    if getattr(text, "_experts_implementation", None) == "eager":
+        # Which looks for each expert's tokens by value; grouped products keep as much.
+        config._experts_implementation = "grouped_mm"
     return config
 
 
@@ -248,6 +279,8 @@ class _Saved:
         """True while an attention of a part of a sequence runs."""
         self.unit: set[int] | None = None
         """Storages that the unit was given whose forward runs, if one does."""
+        self.inside = "interior"
+        """Kind of what that unit keeps."""
         self.shared: set[int] = set()
         """Storages that all layers are given: tables of positions, masks."""
 
@@ -261,7 +294,7 @@ class _Saved:
             kind = "behind" if self.is_behind and key not in self.shared else "outside"
         else:
             is_inside = self.unit is not None and key not in self.unit
-            kind = f"{self.layer} {'attention' if self.attends else 'interior' if is_inside else 'stream'}"
+            kind = f"{self.layer} {'attention' if self.attends else self.inside if is_inside else 'stream'}"
         self.held.setdefault(key, (tensor, kind))
         return tensor
 
@@ -273,15 +306,18 @@ def _trace(
     config: Any,
     names: list[str],
     units: list[str],
+    experts: Sequence[str] = (),
     *,
     rows: int,
     tokens: int,
     precision: Precision,
     parts: _Parts | None,
+    halves: Sequence[Unit] = (),
 ) -> tuple[dict[str, float], _Backwards]:
     others = list(all_tensors())
     with _no_collection(), fake_tensors(), _one_sequence_per_row():
         module = causal_lm(config).train()
+        _halve(module, halves)
         if precision == "bfloat16":
             WeightCopies(module).put()
         for parameter in module.parameters():
@@ -299,7 +335,7 @@ def _trace(
         backwards = _Backwards(live)
         for name in names:
             backwards.watch(name, module.get_submodule(name))
-        with live, _named(module, names, units, classes, live=live, saved=saved, given=given):
+        with live, _named(module, names, units, experts, classes, live=live, saved=saved, given=given):
             live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go
             with (
                 nullcontext() if parts is None else attentions_alone(module, found=partial(parts.add, saved)),
@@ -347,7 +383,7 @@ def _one_sequence_per_row() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = original
 
 
-_KINDS = ("stream", "interior", "attention")
+_KINDS = ("stream", "interior", "experts", "attention")
 
 
 @contextmanager
@@ -355,6 +391,7 @@ def _named(
     module: nn.Module,
     names: list[str],
     units: list[str],
+    experts: Sequence[str],
     attentions: Set[type],
     *,
     live: LiveStorages,
@@ -380,8 +417,14 @@ def _named(
     for name in units:
         unit = module.get_submodule(name)
 
-        def goes_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def goes_in(
+            _: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            inside: str = "experts" if name in experts else "interior",
+        ) -> None:
             saved.unit = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+            saved.inside = inside
 
         def comes_out(*_: Any) -> None:
             saved.unit = None

@@ -2,7 +2,8 @@
 
 [Note: factorisations]
     Every way to write the number of ranks as replicas x stages x ranks of an innermost strategy, of those that compose.
-    Layouts whose ranks share sequences are apart: a search tries them only where whole ones leave nothing.
+    Of a mixture, rings and gathered models are tried with whole experts, too. Layouts whose ranks share sequences are
+    apart: a search tries them only where whole ones leave nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ MOST_STAGES_OF_ZEROPP = 8
 """Its rows take long to make, and its bubble grows with the stages."""
 
 
-def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]:
+def compositions(num_ranks: int, *, num_layers: int, wide: int, num_experts: int = 0) -> Iterator[str]:
     """Texts of layouts over all ranks (see [Note: factorisations]).
 
     Args:
         num_ranks: of the cluster.
         num_layers: of the model; 0: no stages.
         wide: most ranks that share activations or rotate slices.
+        num_experts: of the layer that has fewest, if experts can be kept whole.
     """
     if num_ranks == 1:
         yield "single"
@@ -39,11 +41,16 @@ def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]
                 continue
             for again in ("", "[recompute=block]"):
                 yield ",".join([*around, *pipeline, f"fsdp={inside}{again}"])
+                if inside <= num_experts:
+                    yield ",".join([*around, *pipeline, f"ep={inside}{again}"])
                 if 1 < stages <= MOST_STAGES_OF_ZEROPP:
                     yield ",".join([*around, f"zeropp={stages}x{inside}{again}"])
             if inside <= wide:
                 for options in ("[recompute=none]", "", "[recompute=slice]"):
                     yield ",".join([*around, *pipeline, f"rtp={inside}{options}"])
+                    if inside <= num_experts:
+                        whole = f"{options[:-1]},experts=whole]" if options else "[experts=whole]"
+                        yield ",".join([*around, *pipeline, f"rtp={inside}{whole}"])
                 yield ",".join([*around, *pipeline, f"megatron={inside}"])
                 if around:
                     for again in ("", "[recompute=block]"):

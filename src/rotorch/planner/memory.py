@@ -12,6 +12,12 @@
     is saved any more, but all gradients exist. The highest of the three counts. Before the first backward of a step
     gradients exist only if they have permanent memory (`ddp`'s buckets, `rtp`'s home slices, buffers of grids). In a
     pipeline the embedding's gradient is the last of a micro-batch, made while others are kept.
+
+[Note: experts]
+    A module of experts gathers its tokens by expert and adds their outputs up. Cut through their widths, each slice
+    does so with all pairs of a token and an expert; of whole experts a slice has its own pairs alone, as many as every
+    other one if routing is even, which is assumed. Autograd makes the gradients of a slice's stacked weights, and those
+    of a module are there together before they are added to what travels.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from rotorch.core.spec import UnitKind
-from rotorch.core.strategy import Strategy, sharing, with_visits
+from rotorch.core.strategy import Strategy, sharing, visits_of, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
@@ -43,6 +49,9 @@ class PerRow:
     def of(self, rows: float, *, cut: float = 1.0) -> float:
         """Returns the bytes for a number of rows, if `cut` ranks share them."""
         return (self.row_bytes * rows + self.constant_bytes) / cut
+
+    def __add__(self, other: PerRow) -> PerRow:
+        return PerRow(self.row_bytes + other.row_bytes, self.constant_bytes + other.constant_bytes)
 
     def without_constant(self) -> PerRow:
         """The part that grows with the batch."""
@@ -76,6 +85,8 @@ class TracedLayer:
         attention: where only a part of a sequence was traced, of its attentions, but for keys and values.
         attentions: these attentions.
         backward: from its beginning to its end; none if that was not traced.
+        experts: of `interior`, what modules of experts keep (see [Note: experts]).
+        repeated: of `experts`, what every slice keeps whole where experts are cut through their widths.
     """
 
     stream: PerRow
@@ -84,6 +95,8 @@ class TracedLayer:
     attention: PerRow = PerRow()
     attentions: tuple[TracedAttention, ...] = ()
     backward: tuple[BackwardPoint, ...] = ()
+    experts: PerRow = PerRow()
+    repeated: PerRow = PerRow()
 
 
 @dataclass(frozen=True)
@@ -246,6 +259,16 @@ class _Passes:
         """The strategy whose slices visit."""
         return with_visits(self.strategies)
 
+    @cached_property
+    def visits(self) -> int:
+        """Number of visits of slices, one after another; 1 without a ring."""
+        return 1 if self.ring is None else visits_of(self.ring)
+
+    @cached_property
+    def whole_experts(self) -> bool:
+        """True if slices are sets of whole experts."""
+        return any(getattr(s, "experts", "cut") == "whole" for s in (*self.sharing, self.inner))
+
     @property
     def sharing(self) -> tuple[Strategy, ...]:
         """Strategies around the innermost one whose ranks share what that one holds."""
@@ -263,8 +286,8 @@ class _Passes:
 
     @property
     def slices(self) -> float:
-        """Number of slices that all ranks of a batch compute a unit in."""
-        return self.cuts.interior * (1 if self.ring is None else self.ring.num_ranks)
+        """Number of parts that all ranks of a batch compute a unit in, one visit after another."""
+        return self.cuts.interior * self.visits
 
     @property
     def rows(self) -> int:
@@ -288,7 +311,11 @@ class _Passes:
             # Gradients of weights are added where they travel, or counted above.
             if self.ring is not None or self.gathers:
                 passing = passing.without_constant()
-            temporaries += passing.of(self.rows, cut=min(self.cuts.stream, self.cuts.interior))
+            # Of a mixture nearly all of them are inside of its experts.
+            mixes = any(layer.experts.row_bytes for layer in self.traced.layers)
+            cut = self.cuts.interior if mixes else min(self.cuts.stream, self.cuts.interior)
+            temporaries += passing.without_constant().of(self.rows, cut=cut)
+            temporaries += passing.constant_bytes / (self.inner.num_ranks if self.cuts.interior > 1 else 1)
         loss = self._loss(given, has_head=has_head)
         if whole.stage:
             moments = self._moments_of_stage(whole, kept=kept, gradients=gradients, fewest=fewest)
@@ -318,6 +345,10 @@ class _Passes:
                 left, beside = max((self._attending(number, kept=left) for number in layers), key=sum)
                 in_attention = {"activations": left, "temporaries": beside}
                 moments.append({"gradients": early, "gathered": in_backward, **in_attention})
+            if self.ring is not None:
+                left = kept - self.traced.behind.of(self.rows) if has_head and not self.by_units else kept
+                each = [self._gradients_of_experts(number, kept=left) for number in layers]
+                moments += [{"gradients": early, "activations": a, "temporaries": b} for a, b in each]
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
 
@@ -416,7 +447,8 @@ class _Passes:
             keeps = getattr(ring, "recompute", "none") == "none"
             # Of half precision a slice exists as the product gave it, its gradient too, and one is kept.
             half = 3 * one * self.batch.itemsize / self.batch.loss_itemsize
-            at_once = one + half if self.batch.itemsize < self.batch.loss_itemsize else 2 * one
+            # Only where there are others is a slice computed again, beside the gradient that is made of it.
+            at_once = one + half if self.batch.itemsize < self.batch.loss_itemsize else min(2, self.visits) * one
             return {
                 "logits": one / self.cuts.interior if keeps else at_once / self.slices / ring.num_parts(head),
                 "temporaries": given * (4 if keeps else 2),
@@ -454,7 +486,7 @@ class _Passes:
         """A layer whose interior is there again, a slice at a time where units are computed in slices."""
         layer = self.traced.layers[number]
         if self.by_units:
-            return self._all_of(replace(layer, attention=PerRow()), cut=self.slices)
+            return self._all_of(replace(layer, attention=PerRow()), cut=self.slices, times=1)
         return self._all_of(layer, cut=self.cuts.interior) + self.keys[number]
 
     def _attending(self, number: int, *, kept: float) -> tuple[float, float]:
@@ -471,9 +503,34 @@ class _Passes:
         done = layer.interior.of(self.rows)
         return (kept, beside + self._whole(number) - done) if self.again else (kept - done, beside)
 
-    def _all_of(self, layer: TracedLayer, *, cut: float) -> float:
+    def _gradients_of_experts(self, number: int, *, kept: float) -> tuple[float, float]:
+        """Bytes of what is kept, and of all else, when gradients of a slice's experts are made (see [Note: experts]).
+
+        Args:
+            number: of the layer's class.
+            kept: bytes, but for those behind the layers.
+        """
+        layer, units = self.traced.layers[number], self.model.classes[number].units
+        stacked = [w for unit in units for w in trained_weights(unit) if len(w.shape) > 2]
+        if not stacked:
+            return 0.0, 0.0
+        given = layer.given.of(self.rows)
+        pairs = layer.repeated.of(self.rows)
+        inside = (layer.experts.of(self.rows) - pairs) / self.slices
+        pairs /= self.visits if self.whole_experts else 1
+        done = 0.0 if self.by_units else inside + pairs
+        # The output of the first product has its gradient still, of what lies between it and the second one; tokens by
+        # expert have theirs, and the layer's input and output.
+        beside = sum(w.num_bytes for w in stacked) / self.slices + inside / 2 + pairs + 3 * given
+        return kept - done, beside
+
+    def _all_of(self, layer: TracedLayer, *, cut: float, times: int | None = None) -> float:
+        """Bytes of a layer whose interior is cut; `times`: slices of a ring that are there at once, all by default."""
         interior = layer.interior
         if self.ring is not None:  # nobody keeps slices that were cast for a visit
             interior = interior.without_constant()
         kept = layer.stream.of(self.rows, cut=self.cuts.stream) + layer.attention.of(self.rows)
-        return kept + interior.of(self.rows, cut=cut)
+        repeated = 0.0
+        if not self.whole_experts:
+            repeated = layer.repeated.of(self.rows) * ((times or self.visits) - 1 / cut)
+        return kept + interior.of(self.rows, cut=cut) + repeated

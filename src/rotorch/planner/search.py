@@ -26,6 +26,7 @@ from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
+from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
@@ -221,7 +222,8 @@ class _Search:
         task = self.task
         layers = 0 if task.spec.order.refused else len(task.spec.order.layers)
         wide = 2 * task.cluster.devices_per_node
-        every = texts or list(compositions(task.cluster.num_devices, num_layers=layers, wide=wide))
+        experts = min((note.number for unit in task.spec.experts if (note := unit.note(WholeExperts))), default=0)
+        every = texts or list(compositions(task.cluster.num_devices, num_layers=layers, wide=wide, num_experts=experts))
         plans = [plan for text in every for plan in self._plans(text)]
         if texts is None:
             if not any(plan.fits and _is_alone(plan, kind=kind) for plan in plans for kind in ("ddp", "rtp", "fsdp")):

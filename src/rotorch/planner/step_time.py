@@ -26,7 +26,7 @@ from math import prod
 from rotorch.core.layout import Layout
 from rotorch.core.shared_context import SequenceRanks
 from rotorch.core.spec import Unit, UnitKind
-from rotorch.core.strategy import Strategy, sharing, with_visits
+from rotorch.core.strategy import Strategy, sharing, visits_of, with_visits
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
 from rotorch.pipelining.simulate import Link, StageCosts
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -170,12 +170,6 @@ def cutting_of(strategy: Strategy, *, ring: Strategy | None) -> Cutting:
         side = strategy.axes[strategy.feature_axes[0]]
         return Cutting(interior=side, features=side, steps=side)
     return Cutting()
-
-
-def visits_of(strategy: Strategy) -> int:
-    """Returns the number of visits in which a unit's slices come."""
-    visits: int | None = getattr(strategy, "visits", None)
-    return visits or strategy.num_ranks
 
 
 @dataclass(frozen=True)
