@@ -191,10 +191,9 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
         budget_bytes=float("inf"),
     )
     predicted = judged(asked, layout, rows=rows, accumulation=1).memory.total_bytes
-    if vocab > 1024 and torch.__version__ < "2.15":  # whose gloo makes no copy of the message that counts there
-        assert measured < predicted
-    else:
-        assert predicted == pytest.approx(measured, rel=BOUND)
+    if vocab > 1024 and torch.__version__ < "2.15":  # of the message that counts there gloo has one more copy
+        measured -= vocab * small["hidden_size"] * 4
+    assert predicted == pytest.approx(measured, rel=BOUND)
 
 
 def test_attentions_are_traced_in_the_dtype_in_which_they_compute():

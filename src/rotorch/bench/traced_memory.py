@@ -61,11 +61,11 @@ def trace_memory(
     start_autograd()  # else fake tensors make it start threads, and no rank could be forked from here any more
     firsts = [model.pattern.index(number) for number in range(len(model.classes))]
     shown = max(firsts, default=0) + 1
-    config = _shallow(model_config, layers=shown)
     names = [model.spec.order.layers[place] for place in firsts]
     every = list(model.spec.order.layers[:shown])
     units = [u.name for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE]
     experts = [u for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE and _has_experts(u)]
+    config = _shallow(model_config, layers=shown, mixes=bool(experts))
     attentions: dict[str, list[TracedAttention]] = {}
     parts = None if shared is None else _Parts(shared, attentions)
     trace = partial(
@@ -234,14 +234,14 @@ class _Backwards:
             self._found[name].append(_Interval(self._made, alive))
 
 
-def _shallow(model_config: Any, *, layers: int) -> Any:
+def _shallow(model_config: Any, *, layers: int, mixes: bool) -> Any:
     config = copy.deepcopy(model_config)
     text = config.get_text_config()
     key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     setattr(text, key, layers)
     if isinstance(getattr(text, "layer_types", None), list):
         text.layer_types = text.layer_types[:layers]
-    if getattr(text, "_experts_implementation", None) == "eager":
+    if mixes and getattr(text, "_experts_implementation", None) == "eager":
         # Which looks for each expert's tokens by value; grouped products keep as much.
         config._experts_implementation = "grouped_mm"
     return config
@@ -315,7 +315,7 @@ def _trace(
     halves: Sequence[Unit] = (),
 ) -> tuple[dict[str, float], _Backwards]:
     others = list(all_tensors())
-    with _no_collection(), fake_tensors(), _one_sequence_per_row():
+    with _no_collection(), fake_tensors(), _one_sequence_per_row(), _groups_of_any_dtype():
         module = causal_lm(config).train()
         _halve(module, halves)
         if precision == "bfloat16":
@@ -381,6 +381,22 @@ def _one_sequence_per_row() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
+def _groups_of_any_dtype() -> Iterator[None]:
+    """Has transformers multiply experts by an operator of its own, which keeps and makes the same.
+
+    Torch's grouped product takes fake tensors of bfloat16 only (2.13).
+    """
+    from transformers.integrations import moe
+
+    original = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = original
 
 
 _KINDS = ("stream", "interior", "experts", "attention")
