@@ -6,9 +6,11 @@ import re
 import signal
 import sys
 from pathlib import Path
+from traceback import StackSummary
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rotorch import cli
 from rotorch.cli.output import leave_traceback
@@ -122,6 +124,19 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_a_file(capsys, tmp_path, m
     (line,) = capsys.readouterr().err.splitlines()
     found = re.fullmatch(r"rotorch: unforeseen ZeroDivisionError: of all things\. The traceback is in (.*)", line)
     assert "in broken" in Path(found[1]).read_text()
+
+
+def test_what_torch_collects_of_ranks_that_failed_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, warm):
+    """It is no `Exception`."""
+
+    def fail(*_, **__):
+        raise CheckpointException("saving failed", {0: (OSError("of all things"), StackSummary())})
+
+    monkeypatch.setattr("rotorch.train.checkpoint.export.export_checkpoint", fail)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cli.run(["export", "s3://x", "y"]) == 70
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rotorch: unforeseen CheckpointException: ") and "The traceback is in" in line
 
 
 def test_the_traceback_goes_to_the_run_if_there_is_one(tmp_path, monkeypatch):

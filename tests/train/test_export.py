@@ -1,6 +1,7 @@
 """Export: transformers loads what was trained, with the same logits; whole or not at all."""
 
 import json
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import rotorch
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
+from rotorch.train.checkpoint import export
 from rotorch.train.checkpoint.export import export_checkpoint
 from rotorch.train.checkpoint.saving import save
 from rotorch.train.state import TrainState
@@ -163,6 +165,50 @@ def test_a_damaged_checkpoint_is_refused(run_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"rank-00001\.safetensors: damaged"):
         export_checkpoint(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def removed_before_it_is_read(monkeypatch, checkpoint):
+    """As by a live run's next saves, after the export has checked all bytes."""
+    checked = export.check
+
+    def check(path):
+        manifest = checked(path)
+        shutil.rmtree(checkpoint)
+        return manifest
+
+    monkeypatch.setattr(export, "check", check)
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile(run_dir, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir / "checkpoints" / "step-00000001", copy)
+    removed_before_it_is_read(monkeypatch, copy)
+    words = rf"{copy}: was removed while it was read; nothing was left\. Export the run's newest one again, or .*train\.keep"
+    with pytest.raises(RankFailure, match=words):
+        export_checkpoint(copy, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_is_damaged_after_it_was_checked(run_dir, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir / "checkpoints" / "step-00000001", copy)
+    checked = export.check
+
+    def check(path):
+        manifest = checked(path)
+        for file in copy.glob("rank-*.safetensors"):
+            os.truncate(file, 5000)
+        return manifest
+
+    monkeypatch.setattr(export, "check", check)
+    with pytest.raises((ConfigError, RankFailure), match="rank-0000"):
+        export_checkpoint(copy, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_a_directory_that_cannot_be_made_is_wrong_input(run_dir):
+    with pytest.raises(ConfigError, match=r"/proc/x: No such file or directory\. Write another directory"):
+        export_checkpoint(run_dir, Path("/proc/x"))
 
 
 def save_plain(run_dir):

@@ -21,10 +21,10 @@ import typer
 
 from rotorch import __version__
 from rotorch.bench import peers
-from rotorch.cli import options
+from rotorch.cli import options, output
 from rotorch.cli.options import Compile, Device, Json, Nproc, Overrides, OwnLayout, Parallel, standard_input
 from rotorch.cli.output import check_json, leave_traceback, outlive_closed_output, print_now, show, write_json
-from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
+from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly, beginning_of
 from rotorch.core.phase_line import tell_phase
 from rotorch.train.launch.joining import JobRank, job_rank
 
@@ -66,9 +66,9 @@ def run(arguments: Sequence[str]) -> int:
         return _say("interrupted", code=INTERRUPTED)
     except OSError as error:
         return _refuse(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), job=about.job)
-    except Exception as error:
-        where = leave_traceback(error, run_directory=about.run_directory)
-        return _refuse(f"unforeseen {type(error).__name__}: {error}{where}", job=about.job, code=UNFORESEEN)
+    except (Exception, *output.no_exceptions()) as error:
+        what, where = beginning_of(error), leave_traceback(error, run_directory=about.run_directory)
+        return _refuse(f"unforeseen {type(error).__name__}: {what}{where}", job=about.job, code=UNFORESEEN)
     if code == INTERRUPTED:  # typer's own word for a KeyboardInterrupt
         return _say("interrupted", code=INTERRUPTED)
     return code if isinstance(code, int) else DONE

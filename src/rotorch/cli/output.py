@@ -59,6 +59,12 @@ def _text(number: int, *, like: TextIO | None) -> io.TextIOWrapper:
     )
 
 
+def no_exceptions() -> tuple[type[BaseException], ...]:
+    """Errors that derive from `BaseException` alone: torch's of checkpoints, if that module is loaded."""
+    module = sys.modules.get("torch.distributed.checkpoint.api")
+    return () if module is None else (module.CheckpointException,)
+
+
 def leave_traceback(error: BaseException, *, run_directory: Path | None) -> str:
     """Writes an error's traceback to a file, and returns the words that say which; "" if that is not possible.
 

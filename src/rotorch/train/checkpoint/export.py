@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.phase_line import tell_phase
@@ -36,7 +37,7 @@ from rotorch.shard.materialize import on_meta
 from rotorch.train.checkpoint.auxiliary_files import AUXILIARY_FILES
 from rotorch.train.checkpoint.byte_tokenizer import byte_tokenizer, tokenizer_config
 from rotorch.train.checkpoint.directories import check, find_checkpoint, fsync, make_directory
-from rotorch.train.checkpoint.manifest import BUFFER, MODEL, Manifest
+from rotorch.train.checkpoint.manifest import BUFFER, MANIFEST, MODEL, Manifest
 from rotorch.train.checkpoint.storage import (
     DTYPES,
     CheckpointReader,
@@ -108,8 +109,7 @@ def export_checkpoint(
     temporary = out_dir.parent / f".{out_dir.name}.tmp-{os.getpid()}"
     try:
         tell_phase(f"writing {out_dir}")
-        make_directory(out_dir.parent)
-        temporary.mkdir()
+        _make(temporary, out_dir)
         entries = _entries(CheckpointReader(checkpoint, manifest=manifest), manifest, dtype=target, merged=merge)
         if manifest.model.adapters is not None and not merge:
             files = _write_adapters(temporary, manifest, entries)
@@ -117,6 +117,10 @@ def export_checkpoint(
             files = _write(temporary, checkpoint, manifest, entries, max_shard_bytes=max_shard_bytes)
         fsync(temporary)
         _put_in_place(temporary, out_dir)
+    except FileNotFoundError as error:
+        if not (checkpoint / MANIFEST).exists():
+            raise RankFailure(_removed(checkpoint)) from None
+        raise RankFailure(f"export: {error.filename}: {error.strerror}; nothing was left") from None
     except OSError as error:
         raise RankFailure(f"export: {error.filename or out_dir}: {error.strerror or error}; nothing was left") from None
     finally:
@@ -129,6 +133,23 @@ def export_checkpoint(
         "num_bytes": sum(files.values()),
         "files": files,
     }
+
+
+def _make(temporary: Path, out_dir: Path) -> None:
+    try:
+        make_directory(out_dir.parent)
+        temporary.mkdir()
+    except OSError as error:
+        raise ConfigError(
+            f"export: {out_dir}: {error.strerror or error}. Write another directory, in one that can be written to"
+        ) from None
+
+
+def _removed(checkpoint: AnyPath) -> str:
+    return (
+        f"export: {checkpoint}: was removed while it was read; nothing was left. Export the run's newest one again, or "
+        "give the run that is writing them a larger train.keep"
+    )
 
 
 def _target_dtype(name: str | None) -> str | None:
@@ -147,8 +168,12 @@ def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None,
 
     def read(name: str) -> Tensor:
         tensor = torch.empty(stored[name][1].shape, dtype=DTYPES[stored[name][1].dtype])
-        with without_dcp_notices():
-            dcp.load({stored[name][0]: tensor}, storage_reader=reader, planner=ChunksLoadPlanner(), no_dist=True)
+        try:
+            with without_dcp_notices():
+                dcp.load({stored[name][0]: tensor}, storage_reader=reader, planner=ChunksLoadPlanner(), no_dist=True)
+        except CheckpointException as error:  # no Exception itself
+            (cause, _), *_ = error.failures.values()
+            raise cause from None
         return tensor
 
     def value(name: str) -> Tensor:
