@@ -136,6 +136,11 @@ def both(*spoils: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda directory: [spoil(directory) for spoil in spoils]
 
 
+def weights_with(spoil: Callable[[Path], object]) -> Callable[[Path], object]:
+    """A published model in `weights`, in which something is spoilt."""
+    return lambda directory: (int32_weight(directory), spoil(directory))
+
+
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
@@ -144,6 +149,10 @@ LLAMA = {
 
 def config_json(**changes: object) -> Callable[[Path], object]:
     return written("config.json", json.dumps({**LLAMA, **changes}))
+
+
+FROM_WEIGHTS = ("train", "RUN", "model.init=weights", "model.config=weights")
+INDEX = "weights/model.safetensors.index.json"
 
 
 # ---------------------------------------------------------------- the cases
@@ -364,6 +373,39 @@ CASES = [
     Case(
         "The model's configuration", "model.init=weights, with a norm of int32", ("train", "RUN", "model.init=weights"),
         "of a dtype that is not converted: model.norm.weight", int32_weight,
+    ),
+    *(
+        Case("The model's weights", shown, arguments, words, weights_with(spoil))
+        for shown, arguments, words, spoil in [
+            ("weights/model.safetensors: a pipe", FROM_WEIGHTS, "is a pipe", pipe("weights/model.safetensors")),
+            ("weights/model.safetensors: a socket", FROM_WEIGHTS, "a socket", socket_at("weights/model.safetensors")),
+            (
+                "weights/model.safetensors.index.json, and a file of it that is a pipe", FROM_WEIGHTS, "is a pipe",
+                both(written(INDEX, '{"weight_map": {"lm_head.weight": "a.safetensors"}}'),
+                     pipe("weights/a.safetensors")),
+            ),
+            (
+                "model.init=model.gguf: a pipe", ("train", "RUN", "model.init=model.gguf"), "is a pipe",
+                pipe("model.gguf"),
+            ),
+            (
+                "model.config=only, with only/model.gguf: a pipe", ("train", "RUN", "model.config=only"), "is a pipe",
+                both(directory_at("only"), pipe("only/model.gguf")),
+            ),
+            (
+                "verify: weights/model.safetensors: a pipe", ("verify", "weights", "--parallel=rtp=2"), "is a pipe",
+                pipe("weights/model.safetensors"),
+            ),
+            (
+                "verify: weights/model.safetensors: text", ("verify", "weights", "--parallel=rtp=2"),
+                "no safetensors file", written("weights/model.safetensors", "text"),
+            ),
+            (
+                "init: weights/model.safetensors: a pipe",
+                ("init", "weights", "--data=text.txt", "--out=new.toml", "--parallel=single"), "is a pipe",
+                pipe("weights/model.safetensors"),
+            ),
+        ]
     ),
     *(
         Case("A configuration's file", shown, ("train", "RUN", f"model.config={name}"), words, spoil)

@@ -1,4 +1,4 @@
-"""Reading of files that are small by their nature: whole, but never more than a limit."""
+"""Reading of files that are small by their nature: whole, but never more than a limit. Refusal of what is no file."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
     Raises:
         ConfigError: if it is longer, or no file. OSError: if it cannot be read.
     """
-    status = path.stat()
-    if (kind := _kind_of(status)) is not None:
-        raise ConfigError(f"{path}: is a {kind}, and {what} is a file. Write the path of a file")
-    num_bytes = int(status.st_size)
+    num_bytes = int(check_is_file(path, what=what).st_size)
     data = b""
     if num_bytes <= most_bytes:
         with path.open("rb") as stream:
@@ -48,6 +45,18 @@ def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
             "Write another path"
         )
     return data
+
+
+def check_is_file(path: Readable, *, what: str) -> Any:
+    """Returns the status of a file that is about to be opened; refuses what `read_small` does not open.
+
+    Raises:
+        ConfigError: a pipe, socket or device. OSError: it is not there, or its directory cannot be searched.
+    """
+    status = path.stat()
+    if (kind := _kind_of(status)) is not None:
+        raise ConfigError(f"{path}: is a {kind}, and {what} is a file. Write the path of a file")
+    return status
 
 
 def _kind_of(status: Any) -> str | None:

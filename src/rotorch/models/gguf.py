@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.small_files import check_is_file
 from rotorch.models.conversions import bare, is_pretrained
 from rotorch.shard.stored import Box, Computed, Joined, Stacked, Stored
 
@@ -53,7 +54,7 @@ def find_gguf(path: Path) -> Path | None:
         ConfigError: several in one directory.
     """
     if path.suffix == ".gguf":
-        if not path.is_file():
+        if not path.exists() or path.is_dir():
             raise ConfigError(f"load: no file {str(path)!r}. Write the path of a .gguf file")
         return path
     if not path.is_dir() or (path / "config.json").exists():
@@ -284,8 +285,11 @@ class _Header:
 def _read_header(path: Path, package: Any) -> _Header:
     """Reads names, shapes and places. `gguf.GGUFReader` takes seconds to, since it makes an object of every token."""
     try:
+        check_is_file(path, what="a GGUF file")
         with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return _parse(_Cursor(mapped), package=package, size=len(mapped))
+    except ConfigError as error:
+        raise ConfigError(f"load: {error}") from None
     except OSError as error:
         raise ConfigError(f"load: cannot read {str(path)!r}: {error.strerror}") from None
     except (ValueError, struct.error, IndexError, UnicodeDecodeError, KeyError, OverflowError) as error:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.small_files import read_small
+from rotorch.core.small_files import check_is_file, read_small
 from rotorch.shard.stored import Box, Stored
 
 INDEX = "model.safetensors.index.json"
@@ -143,7 +143,10 @@ class _File:
         self.close()
         self._mapped_bytes = 0
         try:
+            check_is_file(self.path, what="a file of weights")
             self.path.open("rb").close()  # safetensors says of any file that does not open that it is missing
+        except ConfigError as error:
+            raise ConfigError(f"load: {error}") from None
         except OSError as error:
             where = f" (it is a link to {self.path.readlink()})" if self.path.is_symlink() else ""
             raise ConfigError(f"load: cannot read {str(self.path)!r}: {error.strerror}{where}") from None

@@ -14,6 +14,7 @@ from rotorch.core.spec import ModelSpec
 from rotorch.models.hf import config_from_dict, load_config
 from rotorch.models.losses import LossFn, count_targets
 from rotorch.shard.materialize import Recipe, initialise
+from rotorch.shard.safetensors_files import open_safetensors
 from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.testing.arithmetic import widen
 
@@ -57,9 +58,15 @@ def has_weights(path: str | Path) -> bool:
 
 
 def loaded_reference(path: str | Path, *, config: Any) -> nn.Module:
-    """The model of a directory as transformers loads it, in float64."""
+    """The model of a directory as transformers loads it, in float64.
+
+    Raises:
+        ConfigError: files of weights that are damaged, or no files.
+    """
     from transformers import AutoModelForCausalLM
 
+    with open_safetensors(Path(path)):
+        pass  # transformers waits for a pipe, and has other words for what is damaged
     return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float64, local_files_only=True).train()
 
 
