@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -170,10 +171,22 @@ def test_a_checkpoint_is_refused_under_what_cannot_use_it(tmp_path):
     for layout, words in (("pp=2", "2 stages over LlamaForCausalLM"), ("rtp=x", "rtp=x")):
         with pytest.raises(ConfigError, match=words):
             open_saved_model(str(tmp_path / "run"), layout=layout, device="cpu")
+    with pytest.raises(ConfigError, match="parallel: 100000000 ranks on one machine would take"):
+        open_saved_model(str(tmp_path / "run"), layout="ddp=100000000", device="cpu")
     pipeline = rotorch(tmp_path / "said", "generate", tmp_path / "run", "--parallel", "zeropp=1x2")
     assert pipeline.code == 2 and "pipeline" in pipeline.stderr
     long = rotorch(tmp_path / "said", "generate", tmp_path / "run", "--prompt", "x" * 40)
     assert long.code == 2 and "40 tokens, and the model takes 32 positions" in long.stderr
+
+
+def test_windows_of_a_pass_have_room_and_are_no_more_than_there_are(tmp_path, warm):
+    run = write_run(tmp_path)
+    assert rotorch(tmp_path / "said", "train", run, "optimizer.warmup_steps=0", "train.steps=1").code == 0
+    asked = ("eval", tmp_path / "run", "--micro-batch")
+    too_many = rotorch(tmp_path / "said", *asked, 10**12)
+    assert too_many.code == 2 and too_many.stderr.count("\n") == 1, too_many.stderr
+    fits = int(re.search(r"eval --micro-batch 10{12}: .* Write --micro-batch (\d+) or less", too_many.stderr)[1])
+    assert json_of(tmp_path, *asked, fits)["loss"] == pytest.approx(json_of(tmp_path, *asked, 1)["loss"], rel=1e-6)
 
 
 def test_characters_are_printed_whole(capsys):

@@ -13,6 +13,22 @@ from rotorch.cli.override_words import completions
 from rotorch.core.errors import ConfigError
 from rotorch.train.launch.joining import JobRank
 
+
+def _fit_for_softmax(temperature: float) -> float:
+    """Refuses what divides logits to infinities or nothing; bounds of `typer` let NaN pass. As `[sample]` does."""
+    if temperature == 0.0 or 1e-3 <= temperature <= 1e3:
+        return temperature
+    raise ConfigError(
+        f"generate --temperature {temperature:g}: write 0 for the likeliest token, or a number from 0.001 to 1000"
+    )
+
+
+def _share(top_p: float) -> float:
+    if 0.01 <= top_p <= 1.0:
+        return top_p
+    raise ConfigError(f"generate --top-p {top_p:g}: write a number from 0.01 to 1")
+
+
 Parallel = Annotated[str, typer.Option("--parallel", help="Layout, outermost first: ddp=2,rtp=4")]
 OwnLayout = Annotated[str | None, typer.Option("--parallel", help="Layout in place of the file's: ddp=2,rtp=4")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
@@ -29,7 +45,11 @@ Page = Annotated[
 Prompt = Annotated[
     str | None, typer.Option(help="Beginning of the text; `-` reads it from standard input; by default the run's")
 ]
-TopP = Annotated[float, typer.Option(min=0.01, max=1.0, help="Draw from the likeliest tokens that add up to this")]
+Temperature = Annotated[float, typer.Option(callback=_fit_for_softmax, help="0 takes the likeliest token; to 1000")]
+TopP = Annotated[
+    float, typer.Option(callback=_share, help="Draw from the likeliest tokens that add up to this, 0.01 to 1")
+]
+DrawSeed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides what is drawn")]
 HeldOutData = Annotated[
     str | None, typer.Option(help="A text, JSONL or Parquet file, or a directory; by default the run's held-out text")
 ]

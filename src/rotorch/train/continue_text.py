@@ -24,6 +24,7 @@ from rotorch.parallel_model import ParallelModel
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.train.data.instructions import open_chat
 from rotorch.train.data.tokens import BYTES, Tokens, check_vocabulary
+from rotorch.train.launch.status import RankPhase
 from rotorch.train.sample import agreed_token
 from rotorch.train.saved_model import SavedModel, use_saved_model
 
@@ -74,7 +75,7 @@ def generate_text(saved: SavedModel, wanted: Wanted, *, summary: Path | None = N
     if length < wanted.length:
         print(f"rotorch: the model takes {room} positions: at most {length} tokens are added", file=sys.stderr)
     work = partial(_write, ids=ids, wanted=wanted, length=length, saved=saved, summary=summary)
-    use_saved_model(saved, work)
+    use_saved_model(saved, work, phase=RankPhase.SAMPLING)
 
 
 def _prompt_ids(prompt: str, *, tokens: Tokens, answers: bool) -> list[int]:

@@ -49,10 +49,11 @@ def measure_tasks(
         summary: a JSON file for the results.
 
     Raises:
-        ConfigError: the package is missing, no such task, or the layout is a pipeline.
+        ConfigError: the package is missing, no such task, the layout is a pipeline, or the rows of a pass have no room.
     """
     if any(isinstance(strategy, StageStrategy) for strategy in saved.strategies):
         raise ConfigError("eval: a pipeline answers no tasks. Write another --parallel, e.g. single, fsdp=2 or rtp=2")
+    rows = saved.rows_of_pass(micro_batch)
     directory = asked.directory
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"--task-dir {directory}: no such directory. Write one with the tasks' YAML files")
@@ -75,7 +76,7 @@ def measure_tasks(
         saved=saved,
         asked=asked,
         known=known,
-        micro_batch=micro_batch or saved.run.train.micro_batch,
+        micro_batch=rows,
         summary=summary,
     )
     use_saved_model(saved, work)

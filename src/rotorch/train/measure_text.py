@@ -11,6 +11,7 @@ from pathlib import Path
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import RunConfig
+from rotorch.strategies import batch_ranks
 from rotorch.train.checks.preflight import with_published_files
 from rotorch.train.checks.samples import check_data
 from rotorch.train.data.batches import CheckedSource, open_windows, prepare_sources
@@ -67,19 +68,22 @@ def measure_text(
         summary: a JSON file for a `Measured`.
 
     Raises:
-        ConfigError: the text is missing or too short, or the run held nothing out, or held out preference pairs.
+        ConfigError: the text is missing or too short, or the run held nothing out, or held out preference pairs; the
+            windows of a pass have no room.
     """
     run = _run_on(saved.run, source=source)
+    rows = saved.rows_of_pass(micro_batch)
     checked = check_data(run, model_config=saved.model_config)
     prepare_sources(checked)
     windows = _windows(run, checked)
+    num_measured = len(windows) if num_windows is None else min(num_windows, len(windows))
     work = partial(
         _measure,
         saved=saved,
         run=run,
         checked=checked,
-        num_windows=len(windows) if num_windows is None else min(num_windows, len(windows)),
-        micro_batch=micro_batch or run.train.micro_batch,
+        num_windows=num_measured,
+        micro_batch=min(rows, -(-num_measured // batch_ranks(saved.strategies))),  # more would be padding
         part="held out" if source is None else "all",
         summary=summary,
     )

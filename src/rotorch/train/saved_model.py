@@ -33,6 +33,7 @@ from rotorch.train.checkpoint.directories import find_checkpoint
 from rotorch.train.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from rotorch.train.checkpoint.saving import load
 from rotorch.train.checkpoint.store import AnyPath
+from rotorch.train.checks.capacity import check_measured_rows, check_number_of_ranks
 from rotorch.train.checks.preflight import check_model
 from rotorch.train.data.batches import BYTES
 from rotorch.train.data.tokens import Tokens, open_tokens
@@ -72,9 +73,25 @@ class SavedModel:
         return open_tokens(self.run.data.tokenizer, eos_token=self.run.data.eos_token)
 
     @property
+    def on_gpu(self) -> bool:
+        """True if ranks use GPUs."""
+        return device_type(self.device) == "cuda"
+
+    @property
     def lora(self) -> LoraSection | None:
         """Adapters of the run, if it trained any."""
         return self.run.lora
+
+    def rows_of_pass(self, asked: int | None) -> int:
+        """Rows in one pass of one rank: those asked for, else the run's.
+
+        Raises:
+            ConfigError: they have no room on this machine in any case.
+        """
+        if asked is not None and not self.on_gpu:
+            length, config = self.run.data.sequence_length, self.model_config
+            check_measured_rows(asked, length=length, model_config=config, strategies=self.strategies)
+        return asked or self.run.train.micro_batch
 
 
 Use = Callable[[ParallelModel], None]
@@ -107,7 +124,10 @@ def open_saved_model(checkpoint: AnyPath | str, *, layout: str = "single", devic
     model_config = config_from_dict(manifest.model.config, source=str(found))
     tokens = MicroBatch(1, run.data.sequence_length)
     strategies, _ = check_model(model_config, strategies=strategies, batch=tokens, num_micro_batches=1, lora=run.lora)
-    return SavedModel(found, manifest, run, model_config, strategies, device)
+    saved = SavedModel(found, manifest, run, model_config, strategies, device)
+    if not saved.on_gpu:
+        check_number_of_ranks(strategies)
+    return saved
 
 
 def _run_of(checkpoint: AnyPath, manifest: Manifest) -> RunConfig:
@@ -130,8 +150,13 @@ def _with_own_tokenizer(run: RunConfig, checkpoint: AnyPath, manifest: Manifest)
     return run.model_copy(update={"data": run.data.model_copy(update={"tokenizer": str(checkpoint)})})
 
 
-def use_saved_model(saved: SavedModel, use: Use) -> None:
+def use_saved_model(saved: SavedModel, use: Use, *, phase: RankPhase = RankPhase.EVALUATING) -> None:
     """Starts ranks on this machine, loads the model in them, and calls `use(model)` on every rank.
+
+    Args:
+        saved: the model.
+        use: called on every rank.
+        phase: what ranks do in it, for the report of one that fails.
 
     Raises:
         ConfigError: on bad input that only a rank can see, e.g. a damaged checkpoint.
@@ -139,23 +164,23 @@ def use_saved_model(saved: SavedModel, use: Use) -> None:
         StoppedEarly: after Ctrl-C or a signal.
     """
     torch.set_num_threads(1)
-    if why := why_no_ranks(on_gpu=_on_gpu(saved)):
-        call_fresh(use_saved_model, saved, use, why=why)
+    if why := why_no_ranks(on_gpu=saved.on_gpu):
+        call_fresh(use_saved_model, saved, use, why=why, phase=phase)
         return
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking in the usual way spoils CUDA for forked ranks
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     load_step_code(strategy.kind for strategy in saved.strategies)
     number = launch(
-        partial(_in_rank, saved=saved, use=use),
+        partial(_in_rank, saved=saved, use=use, phase=phase),
         num_ranks=saved.num_ranks,
-        backend="cpu:gloo,cuda:nccl" if _on_gpu(saved) else "gloo",
+        backend="cpu:gloo,cuda:nccl" if saved.on_gpu else "gloo",
         timeout_s=saved.run.train.timeout_s,
     )
     if number:
         raise StoppedEarly("asked to stop", exit_code=128 + number)
 
 
-def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
+def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use, phase: RankPhase) -> bool:
     board.doing(RankPhase.BUILDING)
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
@@ -171,11 +196,7 @@ def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
     model.module.eval()
     if is_first:
         tell_phase()
-    board.doing(RankPhase.EVALUATING)
+    board.doing(phase)
     use(model)
     model.close()
     return True
-
-
-def _on_gpu(saved: SavedModel) -> bool:
-    return device_type(saved.device) == "cuda"

@@ -72,6 +72,19 @@ def check_batch_fits(
     )
 
 
+def check_measured_rows(num_rows: int, *, length: int, model_config: Any, strategies: Sequence[Strategy]) -> None:
+    """Tokens of `eval`'s passes have room, and the input of one layer in float16: nothing is kept for a backward."""
+    text_config = model_config.get_text_config()
+    per_row = (_TOKEN_BYTES + 2 * (getattr(text_config, "hidden_size", None) or 1)) * length * batch_ranks(strategies)
+    if num_rows * per_row <= (has := most_bytes()):
+        return
+    fits = max(1, has // per_row)
+    raise ConfigError(
+        f"eval --micro-batch {num_rows}: so many windows of {length} tokens take {format_bytes(num_rows * per_row)} or "
+        f"more in a pass, and this machine has {format_bytes(has)}. Write --micro-batch {fits} or less"
+    )
+
+
 def rows_per_sample(data: DataSection) -> int:
     """Returns the number of sequences of `sequence_length` in a sample: a preference pair has two."""
     return 2 if data.kind == "preferences" else 1
