@@ -99,6 +99,16 @@ def test_a_corpus_is_tokenised_once(folder, cache, monkeypatch, tokenizer_json):
     assert len(names(cache)) == 3
 
 
+def test_another_text_of_the_same_size_and_time_is_tokenised(folder, cache):
+    """As tools leave it that set times: `cp -p`, `rsync -a`, archives with all times the same."""
+    file = min(folder.glob("*.txt"))
+    before, status = prepare_corpus(checked(folder, cache)), file.stat()
+    file.write_bytes(file.read_bytes()[::-1])
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert file.stat().st_mtime_ns == status.st_mtime_ns and file.stat().st_size == status.st_size
+    assert prepare_corpus(checked(folder, cache)).fingerprint != before.fingerprint
+
+
 def flip(path, at):
     content = bytearray(path.read_bytes())
     content[at] ^= 1

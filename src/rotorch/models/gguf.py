@@ -210,7 +210,8 @@ def read_gguf_metadata(path: Path, directory: Path) -> Path:
         ConfigError: the package is missing, or transformers cannot make sense of the file.
     """
     status = path.stat()
-    final = directory / f"{path.stem}-{status.st_size}-{status.st_mtime_ns}"
+    # The time of change, too: whoever writes another file can give it the size and the other time of the old one.
+    final = directory / f"{path.stem}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
     if (final / "config.json").is_file():
         return final
     config = config_of_gguf(path)

@@ -112,7 +112,11 @@ class Corpus:
         digest = hashlib.sha256(self.text_field.encode())
         for file in self.files:
             status = _stat(file.path)
-            digest.update(json.dumps([str(file.path), file.kind, status.st_size, status.st_mtime_ns]).encode())
+            # The time of change, too: tools that copy give a file any other time, and so another text of the same size
+            # would have the old one's tokens. A copy on each host has its own, and in a cache that hosts share its own
+            # tokens: that is space and a first run's time, and ranks compare the tokens themselves.
+            times = status.st_mtime_ns, status.st_ctime_ns
+            digest.update(json.dumps([str(file.path), file.kind, status.st_size, *times]).encode())
         return digest.hexdigest()
 
     def pieces(self) -> Iterator[tuple[bytes, bool]]:
