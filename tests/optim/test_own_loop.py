@@ -1,6 +1,8 @@
 """`rotorch.save` and `rotorch.load` in a loop of one's own: whole or not at all, on any number of ranks."""
 
 import json
+import os
+import re
 
 import pytest
 import torch
@@ -72,7 +74,19 @@ def written(config, layout, folder):
         _said(lambda: rotorch.save(folder / "no", loop.model, loader=[1], step=1)),
         _said(lambda: rotorch.save(folder / "no", loop.model, ema=Odd(), step=1)),
         _said(lambda: rotorch.save(folder / "no", loop.model, step=-1)),
+        _said(lambda: rotorch.save(folder / "no", loop.model, step="3")),
     ]
+
+
+def differently(config, layout, folder, directory):
+    """Messages of ranks that save other steps, or to other directories."""
+    model, rank = Loop(config, layout).model, int(os.environ["RANK"])
+    said = [
+        _said(lambda: rotorch.save(folder, model, step=3 + rank % 2)),
+        _said(lambda: rotorch.save(folder / f"of-{rank}", model, step=3)),
+    ]
+    os.chdir(directory / str(rank))
+    return [*said, _said(lambda: rotorch.save("here", model, step=3))]
 
 
 class Odd:
@@ -176,13 +190,28 @@ def test_what_cannot_be_saved_is_refused_and_nothing_written(saved):
                 "is not what parallelize returned",
                 "StatefulDataLoader",
                 "ema",
-                "write 0 or more",
+                "step=-1: write a whole number, 0 or more",
+                "step='3': write a whole number",
             ],
             strict=True,
         ):
             assert said is not None and wanted in said and "\n" not in said
     assert not (folder / "no").exists()
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
+
+
+def test_ranks_that_save_different_things_are_refused(config, tmp_path):
+    """Rank 0's step and directory were taken."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    for steps, paths, relative in run_ranks(differently, config, "rtp=2", tmp_path / "run", tmp_path, num_ranks=2):
+        assert steps == (
+            "rotorch.save: ranks save different things: step is 3 on rank 0 and 4 on rank 1. Give all of them the same "
+            "directory and the same step"
+        )
+        assert re.search(r"path is .*/run/of-0\S* on rank 0 and .*/run/of-1\S* on rank 1\. Give all", paths), paths
+        assert "/0/here" in relative and "/1/here" in relative
+    assert not (tmp_path / "run").exists() and [*tmp_path.rglob("here")] == []
 
 
 def test_what_cannot_be_loaded_is_refused_and_nothing_changed(config, saved, tmp_path):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -166,12 +166,32 @@ def _differences(ours: Table, theirs: Table) -> dict[str, str]:
     return {key: _text(ours, key) for key in keys}
 
 
-def describe_differences(table: Table, found: Mapping[int, Mapping[str, str]]) -> str:
+def gathered_differences(tables: Sequence[Table], *, what: str, instead: str) -> str | None:
+    """The same line for tables that ranks have given one another already, by rank; None if they are the same.
+
+    Args:
+        tables: of all ranks.
+        what: begins the line: "ranks save different things".
+        instead: ends it: what to do.
+    """
+    found = {rank: _differences(table, tables[0]) for rank, table in enumerate(tables) if table != tables[0]}
+    return describe_differences(tables[0], found, what=what, instead=instead) if found else None
+
+
+def describe_differences(
+    table: Table,
+    found: Mapping[int, Mapping[str, str]],
+    *,
+    what: str = "ranks were started differently",
+    instead: str = "Start all of them with the same",
+) -> str:
     """One line: which values differ from rank 0's, on which ranks.
 
     Args:
         table: rank 0's.
         found: values of other ranks that differ, as text, by rank.
+        what: begins the line.
+        instead: ends it: what to do.
     """
     table = json.loads(json.dumps(table))
     keys = sorted({key for values in found.values() for key in values})
@@ -184,7 +204,7 @@ def describe_differences(table: Table, found: Mapping[int, Mapping[str, str]]) -
         others = " and ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in ranks_of.items())
         parts.append(f"{key} is {_text(table, key)} on rank 0 and {others}")
     more = f"; and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-    return f"ranks were started differently: {'; '.join(parts)}{more}. Start all of them with the same"
+    return f"{what}: {'; '.join(parts)}{more}. {instead}"
 
 
 def format_ranks(ranks: list[int]) -> str:

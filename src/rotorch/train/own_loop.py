@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import io
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from rotorch.comm.agreement import gathered_differences
 from rotorch.comm.collectives import gather_objects
 from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
@@ -27,7 +30,7 @@ from rotorch.train.checkpoint.directories import find_checkpoint
 from rotorch.train.checkpoint.saving import agreed, load_newest
 from rotorch.train.checkpoint.saving import load as load_exactly
 from rotorch.train.checkpoint.saving import save as save_run
-from rotorch.train.checkpoint.store import as_path
+from rotorch.train.checkpoint.store import AnyPath, as_path
 from rotorch.train.state import TrainState, object_name
 
 _ALL = 1 << 40  # checkpoints
@@ -70,16 +73,16 @@ def save(
         The checkpoint's directory.
 
     Raises:
-        ConfigError: something that cannot be saved; nothing was written.
+        ConfigError: something that cannot be saved, or ranks that would save to different places; nothing was written.
         RankFailure: a rank could not write; earlier checkpoints are untouched.
     """
     parallel = _parallel(model, "save")
     parallel.meet_at_rest(ModelCall.SAVE)
     with agreed(parallel.mesh):
-        if step < 0:
-            raise ConfigError(f"rotorch.save: step={step}: write 0 or more")
+        step = _number_of(step)
         _check_parameters(parallel, optimizer)
         encoded = {name: _encoded(name, thing) for name, thing in _named(loader, others).items()}
+    _check_same_place(parallel, path=as_path(path), step=step)
     state = TrainState(model=parallel, optimizer=optimizer, step=step, objects=_placed(encoded, parallel))
     return str(save_run(as_path(path), state, keep=_ALL if keep is None else keep))
 
@@ -135,6 +138,27 @@ def _parallel(model: Any, what: str) -> ParallelModel:
             f"rotorch.{what}: {type(model).__name__} is not what parallelize returned. Call rotorch.parallelize first"
         )
     return found
+
+
+def _number_of(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"rotorch.save: step={step!r}: write a whole number, 0 or more")
+    return number
+
+
+def _check_same_place(model: ParallelModel, *, path: AnyPath, step: int) -> None:
+    """All ranks save the same step to one directory: that of rank 0 would be taken, without a word."""
+    place = str(path.absolute() if isinstance(path, Path) else path)
+    by_position = gather_objects({"path": place, "step": step}, mesh=model.mesh)
+    ranks = model.mesh.mesh.flatten().tolist() if model.mesh.size() > 1 else [0]
+    tables = [table for _, table in sorted(zip(ranks, by_position, strict=True), key=lambda pair: pair[0])]
+    instead = "Give all of them the same directory and the same step"
+    if said := gathered_differences(tables, what="rotorch.save: ranks save different things", instead=instead):
+        raise ConfigError(said)
 
 
 def _named(loader: Stateful | None, others: dict[str, Stateful]) -> dict[str, Stateful]:
