@@ -394,6 +394,11 @@ def _check_evaluations(config: RunConfig, *, path: Path) -> None:
     if twice := next((name for name in names if names.count(name) > 1 or name in (HELD_OUT, "held_out")), None):
         where = "data.sources" if twice in sources else "train.eval"
         raise ConfigError(f"{path}: {where}: the name {twice!r} is taken already. Write another one")
+    if train.patience_on not in (HELD_OUT, *(names if config.data.held_out_fraction else names[len(sources) :])):
+        raise ConfigError(
+            f"{path}: train.patience_on = {train.patience_on!r}: there is no text of that name"
+            f"{nearest(train.patience_on, known=[HELD_OUT, *names])}. Write {HELD_OUT}, or a name of train.eval"
+        )
     if not train.patience:
         return
     if not train.eval_every:
@@ -401,16 +406,10 @@ def _check_evaluations(config: RunConfig, *, path: Path) -> None:
             f"{path}: train.patience = {train.patience} counts evaluations, and there is none before the end. Write "
             "train.eval_every=... too"
         )
-    if train.patience_on == HELD_OUT:
-        if not config.data.held_out_fraction:
-            raise ConfigError(
-                f"{path}: train.patience goes by held-out text, and data.held_out_fraction = 0. Write another "
-                "fraction, or train.patience_on=... with the name of a text of train.eval"
-            )
-    elif train.patience_on not in (names if config.data.held_out_fraction else names[len(sources) :]):
+    if train.patience_on == HELD_OUT and not config.data.held_out_fraction:
         raise ConfigError(
-            f"{path}: train.patience_on = {train.patience_on!r}: there is no text of that name"
-            f"{nearest(train.patience_on, known=[HELD_OUT, *names])}. Write {HELD_OUT}, or a name of train.eval"
+            f"{path}: train.patience goes by held-out text, and data.held_out_fraction = 0. Write another "
+            "fraction, or train.patience_on=... with the name of a text of train.eval"
         )
 
 

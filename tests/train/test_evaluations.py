@@ -51,6 +51,7 @@ def test_sources_of_evaluation_are_relative_to_the_file_and_to_the_directory_of_
         (['train.eval=[{name="a b", source="x"}]'], "train.eval.0.name"),
         (['train.eval=[{name="a", sourse="x"}]'], "did you mean 'train.eval.source'"),
         (["train.patience=2"], "train.eval_every=... too"),
+        (["train.patience_on=perplexity"], "train.patience_on = 'perplexity': there is no text of that name"),
         (["train.patience=2", "train.eval_every=1", "train.patience_on=ring"], "did you mean 'rings'"),
         (["train.patience=2", "train.eval_every=1", "data.held_out_fraction=0"], "data.held_out_fraction = 0"),
     ],

@@ -363,8 +363,21 @@ def read_model_config(config: RunConfig) -> Any:
     found = (
         load_config(model) if isinstance(model, str) else config_from_dict(model, source="model.config", is_own=True)
     )
+    _check_not_quantised(found)
     found.dtype = torch.float32
     return found
+
+
+def _check_not_quantised(model_config: Any) -> None:
+    """Weights are trained as real numbers: a published model would lose its own way to compute, without a word."""
+    for each in (model_config, model_config.get_text_config()):
+        if (how := getattr(each, "quantization_config", None)) is not None:
+            how = how if isinstance(how, dict) else how.to_dict()
+            raise ConfigError(
+                f"model.config: quantization_config (quant_method = {how.get('quant_method')!r}): quantised weights "
+                "are not trained. Save the model dequantised (model.dequantize() of transformers), or to train its "
+                "architecture in train.precision leave quantization_config out of its config.json"
+            )
 
 
 def check_sequence(config: RunConfig, *, model_config: Any) -> None:
