@@ -108,7 +108,7 @@ def refused(case):
     [
         ("a pipeline", "of which each rank of a pipeline has a part (pp)"),
         ("another number of ranks", "counts 1 processes, and 'rtp=2' has 2 ranks"),
-        ("no layout", "write layout='rtp=8'"),
+        ("no layout", "write layout='single'"),
         ("another model's", "AdamW has parameters that are not the model's"),
         ("an optimizer that has made steps", "AdamW has made steps over whole weights"),
         ("float16", "Load them as bfloat16"),

@@ -41,9 +41,13 @@ def test_arguments_that_cannot_be_right(tmp_path, arguments, words):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_layouts_that_cannot_be_right(tmp_path):
-    with pytest.raises(ConfigError, match="write layout='rtp=8', or give a model that"):
+def test_layouts_that_cannot_be_right(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="write layout='single', or give a model that"):
         made(tmp_path, layout=None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="write layout='rtp=3', or give a model that"):
+        OnRanks(model=scripts.model())
+    monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ConfigError, match="spam"):
         made(tmp_path, layout="spam=2")
     with pytest.raises(ConfigError, match="Write model=model_init"):

@@ -15,7 +15,7 @@ from rotorch.accelerate.shares import of_shares
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.optimizers import PlainParameters
-from rotorch.drop_in.plain_loops import check_plain_loop
+from rotorch.drop_in.plain_loops import check_plain_loop, layout_of_all
 from rotorch.parallelize import parallelize
 from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
 
@@ -50,7 +50,8 @@ def prepare(accelerator: Accelerator, *objects: Any, layout: str | Sequence[Stra
         raise ConfigError(
             "rotorch.accelerate.prepare: the model is parallel already, and layout= would spread it again. Leave it out"
             if is_parallel
-            else "rotorch.accelerate.prepare: write layout='rtp=8', or give what rotorch.parallelize has returned"
+            else f"rotorch.accelerate.prepare: write layout={layout_of_all()!r}, or give what rotorch.parallelize has "
+            "returned"
         )
     strategies: Sequence[Strategy] = (
         models[0].parallel.strategies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -29,3 +30,9 @@ def check_plain_loop(strategies: Sequence[Strategy], model: nn.Module | None = N
         raise ConfigError(f"{who}: torch.compile would trace through what goes between ranks. Give the model as it is")
     if model is not None and any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):
         raise ConfigError(f"{who}: small gradients of float16 weights would become 0. Load them as bfloat16")
+
+
+def layout_of_all() -> str:
+    """A layout to suggest: one that takes all ranks that were started."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    return "single" if num_ranks == "1" else f"rtp={num_ranks}"

@@ -24,6 +24,7 @@ from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.module import ParallelModule
+from rotorch.drop_in.plain_loops import layout_of_all
 from rotorch.drop_in.whole import full_state_dict
 from rotorch.drop_in.whole_head import show_whole_head
 from rotorch.hf.arguments import check_accelerator, check_arguments, check_model, check_values
@@ -71,18 +72,19 @@ class TrainerMixin(_Trainer):
         if not is_parallel and isinstance(base_of(given["model"])[1] if "model" in given else None, ParallelModule):
             raise ConfigError(
                 "TrainerMixin: peft has put adapters into a model that was parallel already. Give peft.get_peft_model("
-                "model) of the model as it is, and layout='rtp=8'; or write a loop of your own"
+                f"model) of the model as it is, and layout={layout_of_all()!r}; or write a loop of your own"
             )
         if (self.layout is None) is not is_parallel:
             raise ConfigError(
                 "TrainerMixin: the model is parallel already, and layout= would spread it again. Leave layout out"
                 if is_parallel
-                else "TrainerMixin: write layout='rtp=8', or give a model that rotorch.parallelize has returned"
+                else f"TrainerMixin: write layout={layout_of_all()!r}, or give a model that rotorch.parallelize has "
+                "returned"
             )
         if is_parallel and given.get("peft_config") is not None:
             raise ConfigError(
                 "TrainerMixin: peft_config adds adapters to a model that is parallel already, of which ranks would "
-                "know nothing. Give the model as it is, and layout='rtp=8'"
+                f"know nothing. Give the model as it is, and layout={layout_of_all()!r}"
             )
         if given.get("model_init") is not None:
             raise ConfigError("TrainerMixin: model_init makes a model for every train(). Write model=model_init()")
