@@ -40,7 +40,7 @@ SECTIONS = {
     "to its end. Exit code 0.",
     "Ctrl-C": "SIGTERM (exit code 143) and SIGHUP (129) do the same: the step is finished, and a checkpoint written. "
     "Exit code 130.",
-    "Ctrl-C twice": "Ends at once, without a checkpoint.",
+    "Ctrl-C twice": "Ends at once, without a checkpoint. So does SIGQUIT (Ctrl-\\\\) the first time, with exit code 3.",
     "A run goes on by itself": "With `train.max_restarts`.",
     "A run goes on with fewer ranks": "With `train.elastic`, where a restart at the same size has not come far.",
     "A run was restarted often enough": "It ends as it would have without restarts.",

@@ -124,6 +124,15 @@ def test_other_signals_are_like_ctrl_c(started, tmp_path, number, code):
     assert latest(tmp_path / "run") is not None and command.stderr == ""
 
 
+def test_sigquit_ends_at_once(started, tmp_path):
+    """As Ctrl-C twice: there is no other way to leave a checkpoint out at the first signal."""
+    command = started(layout="ddp=2")
+    os.kill(command.pid, signal.SIGQUIT)
+    assert command.wait() == 3, command.stderr
+    assert "the launcher was ended by SIGQUIT" in command.stderr and latest(tmp_path / "run") is None
+    assert command.left() == []
+
+
 def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(tmp_path, run_toml, monkeypatch):
     from rotorch.train import run
 
