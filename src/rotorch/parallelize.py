@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.lora import base_of
 from rotorch.models.losses import LossFn, loss_of
+from rotorch.models.settings import settings_of
 from rotorch.models.shared_sequence import refuse_attentions
 from rotorch.models.trial.shared_sequence import try_shared, why_loss_stays_whole
 from rotorch.parallel_model import ParallelModel
@@ -287,10 +289,11 @@ def _check_param_dtype(dtype: torch.dtype, *, autocast_dtype: torch.dtype | None
         )
 
 
-def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
-    """Description of a model that must be equal on all ranks: its weights and their cuts, not their values."""
+def _described(module: nn.Module, spec: ModelSpec) -> dict[str, Any]:
+    """Description of a model that must be equal on all ranks: settings, weights and their cuts, not their values."""
     dtypes = {name: str(weight.dtype) for name, weight in module.named_parameters()}
     return {
+        **settings_of(module),
         "the model": spec.name,
         **{f"the weight {w.name}": f"{list(w.shape)} {dtypes.get(w.name, '')}".rstrip() for w in spec.weights},
         **{

@@ -53,6 +53,11 @@ def test_ranks_with_the_same_values_go_on(order):
     assert outcomes({rank: [ONE, ONE] for rank in range(3)}, order=order) == ["agreed"] * 3
 
 
+def test_numbers_that_are_equal_and_written_differently_are_named():
+    said = outcomes({0: [{"a": 1, "b": 2}], 1: [{"a": True, "b": 2}]})
+    assert said == [LR.replace("lr is 0.1", "a is 1").replace("0.2", "true").format("rank 1")] * 2
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 @pytest.mark.parametrize("number", [0, 1])
 def test_every_rank_hears_which_value_differs_where(order, number):

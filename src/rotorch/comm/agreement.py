@@ -160,10 +160,12 @@ _MISSING = "nothing"
 
 def _differences(ours: Table, theirs: Table) -> dict[str, str]:
     """This rank's values, as text, of all keys that are not the same; `_MISSING` where it has none."""
-    # `theirs` has been through JSON, which turns tuples into lists.
-    ours = json.loads(json.dumps(ours))
-    keys = [key for key in {**theirs, **ours} if ours.get(key, _MISSING) != theirs.get(key, _MISSING)]
-    return {key: _text(ours, key) for key in keys}
+    # As text, as the digest has them: 1, 1.0 and True are equal otherwise, and the message would name nothing.
+    ours, theirs = (
+        {key: json.dumps(value, sort_keys=True) for key, value in table.items()} for table in (ours, theirs)
+    )
+    keys = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
+    return {key: _text({key: json.loads(ours[key])} if key in ours else {}, key) for key in keys}
 
 
 def gathered_differences(tables: Sequence[Table], *, what: str, instead: str) -> str | None:
