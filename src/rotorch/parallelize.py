@@ -34,6 +34,7 @@ from rotorch.models.hf import Plan
 from rotorch.models.lora import base_of
 from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.settings import settings_of
+from rotorch.models.shared_memory import refuse_shared_memory
 from rotorch.models.shared_sequence import refuse_attentions
 from rotorch.models.trial.shared_sequence import try_shared, why_loss_stays_whole
 from rotorch.parallel_model import ParallelModel
@@ -114,6 +115,7 @@ def parallelize(
     refuse_wrapped(module)
     if any(strategy.cuts_weights for strategy in strategies):
         refuse_layerdrop(module)
+        refuse_shared_memory(module)
     spec = describe(
         module,
         plan=plan,
