@@ -205,9 +205,12 @@ def test_defect_6_no_slice_is_copied_in_forward(layout, tiny):
 # ---------------------------------------------------------------- what never exists, and bytes
 
 
-def largest_tensor(path, layout):
+def largest_tensor(path, layout, biased=False):
     vocabulary = 2048
-    model = rotorch.parallelize(model_of(path, vocab_size=vocabulary), layout, device="cpu")
+    module = model_of(path, vocab_size=vocabulary)
+    if biased:
+        module.lm_head.bias = nn.Parameter(torch.zeros(vocabulary))
+    model = rotorch.parallelize(module, layout, device="cpu")
     found = []
     with Copies() as mode:
         model.forward_backward(rows_of(model.batch_rank, num_rows=16))
@@ -224,6 +227,11 @@ def largest_tensor(path, layout):
 def test_full_logits_never_exist(family, recompute, tiny):
     """Nor half of them: a third on each of three visits, and padding and other tensors are smaller still."""
     for shares in run_ranks(largest_tensor, tiny(family), f"rtp=3[recompute={recompute}]", num_ranks=3):
+        assert max(shares) < 0.4
+
+
+def test_full_logits_of_a_head_with_a_bias_never_exist(tiny):
+    for shares in run_ranks(largest_tensor, tiny("llama"), "rtp=3", True, num_ranks=3):
         assert max(shares) < 0.4
 
 
