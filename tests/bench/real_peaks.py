@@ -2,6 +2,14 @@
 
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.tensor_memory import measure_tensors
+from rotorch.bench.traced_memory import trace_memory
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm
+from rotorch.planner.cluster import load_cluster
+from rotorch.planner.search import Batch, Task
+from rotorch.planner.speeds import speeds_of
+from rotorch.planner.workload import fold
+from rotorch.shard.materialize import on_meta
 
 
 def peak_of(task, layout, steps=1):
@@ -12,3 +20,20 @@ def peak_of(task, layout, steps=1):
     found = [measure_tensors(contender, step=1 + step).peak_bytes for step in range(steps)]
     contender.close()
     return min(found)
+
+
+def planned(config, *, rows, tokens, **more):
+    """A planner's task: a step of so many rows of all ranks together, in float32."""
+    cluster = load_cluster("cpu2")
+    with on_meta():
+        spec = describe(causal_lm(config))
+    return Task(
+        spec=spec,
+        traced=trace_memory(config, fold(spec), tokens=tokens, precision="float32"),
+        cluster=cluster,
+        speeds=speeds_of(cluster, dtype="float32"),
+        batch=Batch(rows, tokens),
+        precision="float32",
+        budget_bytes=float("inf"),
+        **more,
+    )

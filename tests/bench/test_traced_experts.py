@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from real_peaks import peak_of
+from real_peaks import peak_of, planned
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from rotorch.bench.task import Task as BenchTask
@@ -14,9 +14,7 @@ from rotorch.bench.traced_memory import trace_memory
 from rotorch.core.errors import ConfigError
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
-from rotorch.planner.cluster import load_cluster
-from rotorch.planner.search import Batch, Task, judged
-from rotorch.planner.speeds import speeds_of
+from rotorch.planner.search import judged
 from rotorch.planner.workload import fold
 from rotorch.shard.materialize import on_meta
 from rotorch.testing.ranks import run_ranks
@@ -79,18 +77,7 @@ def test_predicted_peaks_are_those_of_real_steps(layouts, width, monkeypatch):
         sequence_length=TOKENS,
     )
     measured = run_ranks(peaks_of, task, layouts, num_ranks=2, timeout_s=400)
-    cluster = load_cluster("cpu2")
-    with on_meta():
-        spec = describe(causal_lm(config))
-    asked = Task(
-        spec=spec,
-        traced=trace_memory(config, fold(spec), tokens=TOKENS, precision="float32"),
-        cluster=cluster,
-        speeds=speeds_of(cluster, dtype="float32"),
-        batch=Batch(2 * ROWS, TOKENS),
-        precision="float32",
-        budget_bytes=float("inf"),
-    )
+    asked = planned(config, rows=2 * ROWS, tokens=TOKENS)
     errors = {}
     for layout in layouts:
         rows = ROWS if layout != "megatron=2" else 2 * ROWS

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_peaks import peak_of
+from real_peaks import peak_of, planned
 
 from rotorch.bench import traced_memory
 from rotorch.bench.task import Task as BenchTask
 from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
-from rotorch.planner.cluster import load_cluster
-from rotorch.planner.search import Batch, Task, judged
-from rotorch.planner.speeds import speeds_of
+from rotorch.planner.search import judged
 from rotorch.planner.workload import fold
 from rotorch.shard.materialize import on_meta
 from rotorch.testing.ranks import run_ranks
@@ -142,17 +140,10 @@ def test_predicted_peaks_of_a_shared_sequence_are_those_of_a_real_step(layout):
         name="tiny", model=config.to_dict(), vocabulary=4096, num_ranks=2, micro_batch=2, sequence_length=301
     )
     measured = max(run_ranks(peak_of, task, layout, num_ranks=2))
-    cluster = load_cluster("cpu2")
-    with on_meta():
-        spec = describe(causal_lm(config))
-    asked = Task(
-        spec=spec,
-        traced=trace_memory(config, fold(spec), tokens=301, precision="float32"),
-        cluster=cluster,
-        speeds=speeds_of(cluster, dtype="float32"),
-        batch=Batch(4, 301),
-        precision="float32",
-        budget_bytes=float("inf"),
+    asked = planned(
+        config,
+        rows=4,
+        tokens=301,
         shared=lambda ranks: traced_parts(config, tokens=301, num_ranks=ranks, precision="float32"),
     )
     predicted = judged(asked, layout, rows=4, accumulation=1).memory.total_bytes
@@ -178,18 +169,7 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
     )
     layout = f"fsdp=2[recompute={recompute}]"
     measured = min(run_ranks(peak_of, task, layout, 4, num_ranks=2))
-    cluster = load_cluster("cpu2")
-    with on_meta():
-        spec = describe(causal_lm(config))
-    asked = Task(
-        spec=spec,
-        traced=trace_memory(config, fold(spec), tokens=tokens, precision="float32"),
-        cluster=cluster,
-        speeds=speeds_of(cluster, dtype="float32"),
-        batch=Batch(2 * rows, tokens),
-        precision="float32",
-        budget_bytes=float("inf"),
-    )
+    asked = planned(config, rows=2 * rows, tokens=tokens)
     predicted = judged(asked, layout, rows=rows, accumulation=1).memory.total_bytes
     if vocab > 1024 and torch.__version__ < "2.15":  # of the message that counts there gloo has one more copy
         measured -= vocab * small["hidden_size"] * 4
