@@ -204,14 +204,15 @@ def test_ranks_that_save_different_things_are_refused(config, tmp_path):
     """Rank 0's step and directory were taken."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    for steps, paths, relative in run_ranks(differently, config, "rtp=2", tmp_path / "run", tmp_path, num_ranks=2):
+    run = tmp_path / ("long" * 30) / "run"  # the message has both ends of it
+    for steps, paths, relative in run_ranks(differently, config, "rtp=2", run, tmp_path, num_ranks=2):
         assert steps == (
             "rotorch.save: ranks save different things: step is 3 on rank 0 and 4 on rank 1. Give all of them the same "
             "directory and the same step"
         )
         assert re.search(r"path is .*/run/of-0\S* on rank 0 and .*/run/of-1\S* on rank 1\. Give all", paths), paths
         assert "/0/here" in relative and "/1/here" in relative
-    assert not (tmp_path / "run").exists() and [*tmp_path.rglob("here")] == []
+    assert not run.exists() and [*tmp_path.rglob("here")] == []
 
 
 def test_what_cannot_be_loaded_is_refused_and_nothing_changed(config, saved, tmp_path):

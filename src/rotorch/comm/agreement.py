@@ -220,4 +220,6 @@ def format_ranks(ranks: list[int]) -> str:
 
 def _text(table: Table, key: str) -> str:
     text = json.dumps(table[key], ensure_ascii=False) if key in table else _MISSING
-    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+    half = _MOST_CHARACTERS // 2
+    # Both ends: paths begin alike.
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]}...{text[-half:]}"
