@@ -92,7 +92,7 @@ def trace_memory(
                 tuple(attentions.get(name, ())),
                 _points(ends.of(name), other_ends.of(name)),
                 fits[f"{name} experts"],
-                PerRow(repeated[name]) if experts else PerRow(),
+                PerRow(repeated[name]),
             )
             for name in names
         ),
