@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -23,6 +23,9 @@ _NEED_WHOLE = {
     torch.optim.Muon: "would orthogonalise sums of parts, rounded to bfloat16 in between. Write rotorch.optim.Muon",
 }
 """Classes of torch whose steps are not right on parts of weights, and what to write instead."""
+
+_COUNTER = "step"
+"""Name of the state that counts steps: of a 0-dim weight it has the weight's shape."""
 
 
 @functools.cache
@@ -46,9 +49,10 @@ def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 class _CutsLoadedState:
-    """Cuts loaded state as weights are cut: of whole tensors `set_optimizer_state_dict` makes DTensors of torch's cut.
+    """Cuts loaded state as weights are cut: whole tensors of one process, and what torch has cut in its own way.
 
-    All ranks do so in the same step, in the same order, since the same state has been loaded into all.
+    Of whole tensors `Optimizer.load_state_dict` leaves these as they are, and `set_optimizer_state_dict` makes DTensors
+    of torch's cut. All ranks cut in the same step, in the same order, since the same state has been loaded into all.
     """
 
     def __init__(self) -> None:
@@ -59,12 +63,18 @@ class _CutsLoadedState:
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._seen.get(optimizer) is optimizer.state:
             return
+        # Other classes may keep state of a rank's part by themselves, which is whole where the weight is.
+        keeps_dtensors = type(optimizer).__module__.startswith("torch.optim.")
         for parameter, state in optimizer.state.items():
-            if not isinstance(parameter, CutInName):
-                continue
-            for key, value in state.items():
-                if isinstance(value, DTensor) and not isinstance(value, CutInName) and value.shape == parameter.shape:
-                    state[key] = parameter.part_of(value.full_tensor())
+            held = weight_of(parameter) if isinstance(parameter, DTensor) else None
+            for key, value in state.items() if held is not None else ():
+                if not isinstance(value, Tensor) or value.shape != parameter.shape or key == _COUNTER:
+                    continue
+                if isinstance(value, DTensor):
+                    if isinstance(parameter, CutInName) and not isinstance(value, CutInName):
+                        state[key] = parameter.part_of(value.full_tensor())
+                elif keeps_dtensors:
+                    state[key] = held.part_of(value)
         self._seen[optimizer] = optimizer.state
 
 

@@ -235,6 +235,13 @@ class ShardedWeight:
                 return grad.to_local()
         return grad.to_local()
 
+    def part_of(self, whole: Tensor) -> DTensor:
+        """This rank's part of another whole tensor, cut like the weight at rest, in that tensor's dtype."""
+        local = torch.empty_like(self.local, dtype=whole.dtype)
+        for chunk in self.chunks:
+            chunk.of_local(local).copy_(chunk.of_whole(whole))
+        return dtensor_like(self.parameter, local)
+
     def belong_to(self, mesh: DeviceMesh) -> None:
         """Makes `weight_of` find this weight and its ranks by the parameter; called once the model is complete."""
         self.mesh = mesh
