@@ -51,8 +51,8 @@ def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 class _CutsLoadedState:
     """Cuts loaded state as weights are cut: whole tensors of one process, and what torch has cut in its own way.
 
-    Of whole tensors `Optimizer.load_state_dict` leaves these as they are, and `set_optimizer_state_dict` makes DTensors
-    of torch's cut. All ranks cut in the same step, in the same order, since the same state has been loaded into all.
+    `Optimizer.load_state_dict` leaves whole tensors whole, and `set_optimizer_state_dict` makes DTensors of torch's cut
+    of them. All ranks cut in the same step, in the same order, since the same state has been loaded into all.
     """
 
     def __init__(self) -> None:
