@@ -12,6 +12,7 @@ import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,8 +120,6 @@ class ParallelModel:
         self._heads = {module.get_submodule(name.rpartition(".")[0]) for name in head_weights(module)}
         self._at_rest = AtRest(module)
         self.hooks = GradientHooks(sharded.weights)
-        for held in sharded.weights.values():
-            held.belong_to(mesh)
         self.in_pass = False
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
         self.context_axes = {axis: size for s in strategies for axis, size in s.context_axes.items()}
@@ -132,6 +131,9 @@ class ParallelModel:
         self._num_sharing = mesh.size() // num_groups
         self._is_first = not any(at for axis, at in positions.items() if axis not in self.batch_axes)
         self._roll_call = RollCall(mesh, {name: held.parameter for name, held in sharded.weights.items()})
+        meet_for_state = partial(self._roll_call.meet, ModelCall.STATE)
+        for held in sharded.weights.values():
+            held.belong_to(mesh, meet_for_state=meet_for_state)
         self._has_compared = False
         self.num_context_ranks = context_ranks(strategies)
         self.context_rank = 0 if sequence is None else sequence.rank

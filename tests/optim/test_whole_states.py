@@ -7,6 +7,7 @@ import torch
 from muon_runs import build, config_of
 
 import rotorch
+from rotorch.core.errors import ConfigError
 from rotorch.parallelize import load_step_code
 from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.compare import value_errors
@@ -80,3 +81,30 @@ def test_a_loop_goes_on_from_the_state_of_one_process(found, name, layout, kind)
     errors = [of_rank[name, layout, kind] for of_rank in found if (name, layout, kind) in of_rank]
     assert len(errors) == (3 if (name, layout) in UNEVEN else 2)
     assert max(errors) < 1e-10
+
+
+def on_one_rank_only(config, expected):
+    """Refusals where the first rank alone loads a state, at once or after steps of all."""
+    said = []
+    for num_steps in (0, 1):
+        model = rotorch.parallelize(build(config), "rtp=2", device="cpu")
+        optimizer = KINDS["sgd"](model.parameters())
+        for number in range(num_steps):
+            step(model, optimizer, number, share=model.batch_rank, num_shares=2)
+        if model.batch_rank == 0:
+            optimizer.load_state_dict(copy.deepcopy(expected["llama", "sgd"][1]))
+        try:
+            for number in (1, 2):
+                step(model, optimizer, number, share=model.batch_rank, num_shares=2)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_state_that_one_rank_alone_has_loaded_is_refused_on_all_ranks(tiny):
+    config = config_of(tiny("llama"))
+    load_step_code(["rtp"])
+    for said in run_ranks(on_one_rank_only, config, on_one_process({"llama": config}), num_ranks=2):
+        assert len(said) == 2
+        assert all("rank 0 steps an optimizer into which it has loaded the state of one process" in s for s in said)
+        assert all("rank 1 calls the model" in s for s in said)

@@ -50,6 +50,7 @@ class ModelCall(IntEnum):
     SAVE = 18
     LOAD = 19
     BACKWARD_UNSUMMED = 20
+    STATE = 21
 
     @property
     def is_backward(self) -> bool:
@@ -82,11 +83,12 @@ _TEXTS = {
     ModelCall.GATHER: "gathers whole weights",
     ModelCall.SAVE: "calls rotorch.save",
     ModelCall.LOAD: "calls rotorch.load",
+    ModelCall.STATE: "steps an optimizer into which it has loaded the state of one process",
     ModelCall.STEP_MORE: "calls forward_backward(accumulate=True)",
 }
 
 
-_OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD)
+_OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD, ModelCall.STATE)
 _BACKWARDS = (ModelCall.BACKWARD, ModelCall.BACKWARD_UNSUMMED)
 _OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, *_BACKWARDS, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""

@@ -65,6 +65,7 @@ class _CutsLoadedState:
             return
         # Other classes may keep state of a rank's part by themselves, which is whole where the weight is.
         keeps_dtensors = type(optimizer).__module__.startswith("torch.optim.")
+        met = set[Any]()
         for parameter, state in optimizer.state.items():
             held = weight_of(parameter) if isinstance(parameter, DTensor) else None
             for key, value in state.items() if held is not None else ():
@@ -74,6 +75,10 @@ class _CutsLoadedState:
                     if isinstance(parameter, CutInName) and not isinstance(value, CutInName):
                         state[key] = parameter.part_of(value.full_tensor())
                 elif keeps_dtensors:
+                    # Ranks that have loaded nothing would go on with other moments for their parts.
+                    if held.meet_for_state not in met:
+                        met.add(held.meet_for_state)
+                        held.meet_for_state()
                     state[key] = held.part_of(value)
         self._seen[optimizer] = optimizer.state
 

@@ -194,6 +194,7 @@ class ShardedWeight:
         adds_in_place: True if a step adds to an earlier gradient in place, which is then not set aside.
         mesh: of all ranks of the model; None until the model is complete.
         is_summed: says whether its gradient is that of all ranks, and not of this replica alone (`hold/put_off.py`).
+        meet_for_state: called by all ranks of the model before each keeps its part of an optimizer's whole state.
     """
 
     weight: Weight
@@ -212,6 +213,7 @@ class ShardedWeight:
     adds_in_place: bool = False
     mesh: DeviceMesh | None = None
     is_summed: Callable[[], bool] = _always
+    meet_for_state: Callable[[], object] = _always
     _attached: tuple[int, DTensor] | None = None
     """A gradient that stays where it is from step to step: its address, and the DTensor over it."""
 
@@ -242,9 +244,9 @@ class ShardedWeight:
             chunk.of_local(local).copy_(chunk.of_whole(whole))
         return dtensor_like(self.parameter, local)
 
-    def belong_to(self, mesh: DeviceMesh) -> None:
+    def belong_to(self, mesh: DeviceMesh, *, meet_for_state: Callable[[], object]) -> None:
         """Makes `weight_of` find this weight and its ranks by the parameter; called once the model is complete."""
-        self.mesh = mesh
+        self.mesh, self.meet_for_state = mesh, meet_for_state
         way = WayBack(self)
         self.parameter.of_weight = way  # type: ignore[attr-defined]
         # torch copies the memory of a DTensor whose part begins within a larger tensor; it has none.
