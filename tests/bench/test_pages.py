@@ -72,6 +72,13 @@ def test_the_first_lines_of_the_readme_quote_its_table(pages):
     assert abs(rows["rtp=2"][speed] / rows["torch-ddp"][speed] - 1) < pages.ALIKE  # "at the same speed"
 
 
+def test_the_cost_of_a_call_in_the_page_is_that_of_the_record(pages):
+    record = pages.read_record("bars/llama-h384-2ranks-64tokens.json")
+    (reached,) = (bar["reached"] for bar in record["bars"] if bar["bar"].startswith("rtp-own-loop "))
+    assert 1 <= round(100 * (1 - reached)) <= 3
+    assert "1 to 3 % at 64 tokens a rank" in (ROOT / "docs" / "drop_in.md").read_text("utf-8")
+
+
 def test_ratios_of_equal_transports_stand_in_the_page(pages):
     rows = {row["name"]: row for row in pages.read_record("grids-8ranks.json")["rows"]}
     ours, theirs = rows["rotorch 2x2x2, messages"], rows["megatron-core tensor parallel 8"]
