@@ -63,23 +63,25 @@ class _CutsLoadedState:
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._seen.get(optimizer) is optimizer.state:
             return
+        found = [
+            (state, key, value, held)
+            for parameter, state in optimizer.state.items()
+            if isinstance(parameter, DTensor) and (held := weight_of(parameter)) is not None
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and key != _COUNTER
+        ]
         # Other classes may keep state of a rank's part by themselves, which is whole where the weight is.
         keeps_dtensors = type(optimizer).__module__.startswith("torch.optim.")
-        met = set[Any]()
-        for parameter, state in optimizer.state.items():
-            held = weight_of(parameter) if isinstance(parameter, DTensor) else None
-            for key, value in state.items() if held is not None else ():
-                if not isinstance(value, Tensor) or value.shape != parameter.shape or key == _COUNTER:
-                    continue
-                if isinstance(value, DTensor):
-                    if isinstance(parameter, CutInName) and not isinstance(value, CutInName):
-                        state[key] = parameter.part_of(value.full_tensor())
-                elif keeps_dtensors:
-                    # Ranks that have loaded nothing would go on with other moments for their parts.
-                    if held.meet_for_state not in met:
-                        met.add(held.meet_for_state)
-                        held.meet_for_state()
-                    state[key] = held.part_of(value)
+        whole = [each for each in found if keeps_dtensors and not isinstance(each[2], DTensor)]
+        # Ranks that have loaded nothing would go on with other moments for their parts.
+        for meet in dict.fromkeys(held.meet_for_state for *_, held in whole):
+            meet()
+        for state, key, value, held in whole:
+            state[key] = held.part_of(value)
+        for state, key, value, held in found:
+            like: Tensor = held.parameter
+            if isinstance(like, CutInName) and isinstance(value, DTensor) and not isinstance(value, CutInName):
+                state[key] = like.part_of(value.full_tensor())
         self._seen[optimizer] = optimizer.state
 
 

@@ -16,6 +16,7 @@ from rotorch.comm.roll_call import ModelCall
 from rotorch.drop_in.changes import Changes
 from rotorch.models.lora import put_adapters_in_again
 from rotorch.parallel_model import ParallelModel
+from rotorch.shard.in_chunks import fill_part
 from rotorch.shard.recipes import set_recipe
 from rotorch.shard.sites import Site, find_sites
 
@@ -102,9 +103,7 @@ class Origin:
             held, old = made.weights[name], before.get((id(sites[0].module), sites[0].attribute))
             if old is None:
                 continue  # an adapter's, which has its values
-            whole = model.full_tensor(old)
-            for chunk in held.chunks:
-                chunk.of_local(held.local).copy_(chunk.of_whole(whole))
+            fill_part(held.local, held.chunks, model.full_tensor(old))
         made.values_changed()
         model.close()
 

@@ -13,7 +13,7 @@ from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import is_adapter
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.in_chunks import CutInName, StatePart, StatePartInName
+from rotorch.shard.in_chunks import CutInName, StatePart, StatePartInName, fill_part
 from rotorch.shard.sharded_weight import ShardedWeight
 
 
@@ -111,8 +111,7 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
             held.local.copy_(value.to_local())
             continue
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        for chunk in held.chunks:
-            chunk.of_local(held.local).copy_(chunk.of_whole(whole))
+        fill_part(held.local, held.chunks, whole)
     return rest
 
 

@@ -26,6 +26,7 @@ from rotorch._torch_private import as_parameter
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Cut, Range, Unit, UnitKind, Weight
+from rotorch.shard.in_chunks import fill_part
 from rotorch.shard.sharded_weight import Chunk, ShardedWeight, cut_chunks, dtensor_at_rest, is_cut_evenly
 from rotorch.shard.sites import Site
 
@@ -359,8 +360,7 @@ class ShardedWeights:
             return source.detach().to(device)
         local = torch.empty(placement.shape, dtype=source.dtype, device=device) if given is None else given
         if not source.is_meta and not self.memory.has_values(placement.weight.name):
-            for chunk in placement.chunks:
-                chunk.of_local(local).copy_(chunk.of_whole(source.detach()))
+            fill_part(local, placement.chunks, source.detach())
         return local
 
     def replace(self, name: str, tensor: Tensor | None) -> None:

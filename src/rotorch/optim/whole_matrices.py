@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rotorch.comm.collectives import gather_objects
 from rotorch.comm.pairwise import Pairwise
+from rotorch.shard.in_chunks import fill_part
 from rotorch.shard.sharded_weight import Chunk, ShardedWeight
 
 Give = Callable[[ShardedWeight], Tensor]
@@ -50,10 +51,7 @@ class _Shard:
         """The part of `whole`, contiguous; a view of it where that is possible."""
         if len(self.chunks) == 1:
             return self.chunks[0].of_whole(whole).contiguous()
-        part = whole.new_empty(self.shape)
-        for chunk in self.chunks:
-            chunk.of_local(part).copy_(chunk.of_whole(whole))
-        return part
+        return fill_part(whole.new_empty(self.shape), self.chunks, whole)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,13 @@ class SavedInChunks(Tensor):
         raise KeyError(f"{index.fqn}: no chunk at offset {index.offset}")
 
 
+def fill_part(local: Tensor, chunks: Sequence[Box], whole: Tensor) -> Tensor:
+    """Writes this rank's boxes of a whole tensor into its part, in that one's dtype; returns the part."""
+    for chunk in chunks:
+        chunk.of_local(local).copy_(chunk.of_whole(whole))
+    return local
+
+
 def whole_of_parts(zeros: Tensor, chunks: Sequence[Box], local: Tensor, *, mesh: DeviceMesh) -> Tensor:
     """The whole, in place of `zeros`, on all ranks of the mesh, which call it; a rank without chunks adds nothing.
 
@@ -181,10 +188,7 @@ class CutInName(SavedInChunks, DTensor):
     def part_of(self, whole: Tensor) -> CutInName:
         """This rank's part of another whole tensor, cut alike, in this one's dtype; it has no gradient."""
         own, chunks = self.in_chunks()
-        local = torch.empty_like(own)
-        for chunk in chunks:
-            chunk.of_local(local).copy_(chunk.of_whole(whole))
-        return CutInName.of(self, chunks, local=local)
+        return CutInName.of(self, chunks, local=fill_part(torch.empty_like(own), chunks, whole))
 
     def redistribute(
         self,

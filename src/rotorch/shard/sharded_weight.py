@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
-from rotorch.shard.in_chunks import Box, CutInName, PartOfState, SavedInChunks, own_copy
+from rotorch.shard.in_chunks import Box, CutInName, PartOfState, SavedInChunks, fill_part, own_copy
 from rotorch.shard.sites import Site
 from rotorch.shard.storages import allocate, free
 
@@ -240,9 +240,7 @@ class ShardedWeight:
     def part_of(self, whole: Tensor) -> DTensor:
         """This rank's part of another whole tensor, cut like the weight at rest, in that tensor's dtype."""
         local = torch.empty_like(self.local, dtype=whole.dtype)
-        for chunk in self.chunks:
-            chunk.of_local(local).copy_(chunk.of_whole(whole))
-        return dtensor_like(self.parameter, local)
+        return dtensor_like(self.parameter, fill_part(local, self.chunks, whole))
 
     def belong_to(self, mesh: DeviceMesh, *, meet_for_state: Callable[[], object]) -> None:
         """Makes `weight_of` find this weight and its ranks by the parameter; called once the model is complete."""
