@@ -1,14 +1,13 @@
-import contextlib
 import ctypes
 import gc
-import hashlib
 import os
-import pickle
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kept import KeptTrials
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "tiny"
@@ -108,71 +107,6 @@ TRIALS = {
 """Modules of rotorch.models.trial, and the names of what each keeps for its process."""
 
 
-class Kept(dict):
-    """Results by key that all processes of a session of tests share, through files: forked ranks forget theirs."""
-
-    def __init__(self, directory):
-        super().__init__()
-        self._directory = directory
-        directory.mkdir(exist_ok=True)
-
-    def _path(self, key):
-        return self._directory / hashlib.sha256(key.encode()).hexdigest()
-
-    def _is_shared(self, key):
-        return True
-
-    def __contains__(self, key):
-        if not super().__contains__(key) and self._is_shared(key):
-            with contextlib.suppress(FileNotFoundError):
-                super().__setitem__(key, pickle.loads(self._path(key).read_bytes()))
-        return super().__contains__(key)
-
-    def __setitem__(self, key, result):
-        super().__setitem__(key, result)
-        if self._is_shared(key):
-            whole = self._path(f"{key} {os.getpid()}")
-            whole.write_bytes(pickle.dumps(result))
-            whole.rename(self._path(key))
-
-
-class KeptTrials(Kept):
-    """Trials on tiny models, of transformers' own: each rank of each test would try the same model again, which is half
-    of what it takes to cut it.
-    """
-
-    def _is_shared(self, key):
-        return key.startswith("transformers.")
-
-
-def keep_shapes(directory):
-    """Has DTensor learn once per session what shape an operation gives, not in each rank anew.
-
-    At an operation's first use in a process DTensor runs it on fake tensors, of whole shapes: with AdamW that is half
-    of what a rank of a test does. Strategies, and what they send, are worked out by each rank as before.
-    """
-    from torch._guards import detect_fake_mode
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    known, compute = Kept(directory), ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def described(value):
-        if (meta := getattr(value, "tensor_meta", None)) is not None:
-            return f"{meta.shape} {meta.stride} {meta.dtype} {value.mesh.device_type}"
-        return [described(each) for each in value] if isinstance(value, list | tuple) else repr(value)
-
-    def shapes_of(propagator, schema):
-        if detect_fake_mode() is not None:  # it is traced, with symbols in shapes
-            return compute(propagator, schema)
-        named = [f"{name}={described(value)}" for name, value in schema.kwargs_schema.items()]
-        key = f"{schema.op} {described(schema.args_schema)} {named}"
-        if key not in known:
-            known[key] = compute(propagator, schema)
-        return known[key]
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = shapes_of
-
-
 @pytest.fixture(scope="session")
 def kept_directory(tmp_path_factory):
     """Directory of this session, for all processes that run its tests."""
@@ -210,15 +144,17 @@ def forks_are_quick():
 
 
 @pytest.fixture(scope="session")
-def shapes_are_kept(kept_directory):
-    keep_shapes(kept_directory / "shapes")
+def shardings_are_kept(kept_directory):
+    from kept_shardings import keep_shardings
+
+    keep_shardings(kept_directory / "shardings")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def results_are_kept(kept_directory, request):
     """Ranks forked from here, and from what is forked from here, find the results that others have."""
     if "torch.distributed.tensor" in sys.modules:
-        request.getfixturevalue("shapes_are_kept")
+        request.getfixturevalue("shardings_are_kept")
     for module, names in TRIALS.items():
         loaded = sys.modules.get(f"rotorch.models.trial.{module}")
         for name in names if loaded is not None else ():
