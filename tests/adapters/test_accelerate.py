@@ -10,7 +10,7 @@ pytest.importorskip("accelerate")
 import accelerate_loops
 import torch
 from accelerate import Accelerator
-from adapter_loops import AFTERWARDS, BEGUN, difference, model, run_all
+from adapter_loops import AFTERWARDS, BEGUN, Run, difference, model, rows, run_all, weights_of
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -70,6 +70,54 @@ def test_loaders_and_schedules_count_shares_of_a_batch():
         assert found == [(4, own[0], 8), (4, own[1], 8)]
 
 
+# ---------------------------------------------------------------- optimizers that have state
+
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}
+"""By name. Adagrad has state from the start on."""
+
+
+def steps_before_and_after(layout):
+    """By optimizer, the weights after a step of one's own over the plain model and two more under an accelerator."""
+    found = {}
+    for name, kind in OPTIMIZERS.items():
+        accelerator, net = Accelerator(cpu=True), model()
+        optimizer = kind(net.parameters(), lr=0.05)
+        batches = [torch.stack([row["input_ids"] for row in rows(4, seed=seed)]) for seed in range(3)]
+        net(input_ids=batches[0], labels=batches[0]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if layout is None:
+            net, prepared = accelerator.prepare(net, optimizer)
+        else:
+            net, prepared = rotorch.accelerate.prepare(accelerator, net, optimizer, layout=layout)
+        parallel = getattr(net, "parallel", None)
+        share, num_shares = (0, 1) if parallel is None else (parallel.batch_rank, parallel.num_batch_ranks)
+        for batch in batches[1:]:
+            ids = batch[share::num_shares]
+            accelerator.backward(net(input_ids=ids, labels=ids).loss)
+            prepared.step()
+            prepared.zero_grad()
+        kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        size = sum(getattr(value, "to_local", lambda value=value: value)().numel() for value in kept)
+        found[name] = Run([("elements of state", size)], weights_of(accelerator.unwrap_model(net)))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", "ddp=2", pytest.param("megatron=2", marks=pytest.mark.slow)])
+def test_an_optimizer_goes_on_from_its_steps_over_the_plain_model(begun, layout):
+    for found in run_ranks(steps_before_and_after, layout, num_ranks=2):
+        for name, run in found.items():
+            [(_, size)], [(_, whole)] = run.seen, begun[name].seen
+            assert size == whole if layout == "ddp=2" else size < 0.6 * whole, name
+            assert not difference(Run(weights=run.weights), Run(weights=begun[name].weights)), name
+
+
+@pytest.fixture(scope="module")
+def begun():
+    (found,) = run_ranks(steps_before_and_after, None, num_ranks=1)
+    return found
+
+
 # ---------------------------------------------------------------- refusals, before anything is changed
 
 
@@ -86,7 +134,8 @@ def refused(case):
             layout = None
         case "another model's":
             optimizer = torch.optim.AdamW(model().parameters())
-        case "an optimizer that has made steps":
+        case "an optimizer of one's own that has made steps":
+            optimizer = type("Mine", (torch.optim.AdamW,), {"__module__": "mine"})(net.parameters())
             net(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
             optimizer.step()
         case "float16":
@@ -110,7 +159,7 @@ def refused(case):
         ("another number of ranks", "counts 1 processes, and 'rtp=2' has 2 ranks"),
         ("no layout", "write layout='single'"),
         ("another model's", "AdamW has parameters that are not the model's"),
-        ("an optimizer that has made steps", "AdamW has made steps over whole weights"),
+        ("an optimizer of one's own that has made steps", "Mine has state of whole weights, and is no class of torch"),
         ("float16", "Load them as bfloat16"),
         ("compile", "would trace through what goes between ranks"),
         ("a compiled model", "torch.compile would trace"),

@@ -6,7 +6,7 @@ pytest.importorskip("lightning")
 
 import lightning_loops
 import torch
-from adapter_loops import AFTERWARDS, LAYOUTS, difference, model, run_all
+from adapter_loops import AFTERWARDS, LAYOUTS, Run, difference, model, run_all, weights_of
 from lightning import Fabric, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
@@ -61,6 +61,32 @@ def test_loops_of_one_rank_go_on_on_two(alone, tmp_path):
     run_ranks(run_all, work_of("single", tmp_path, loops=["fabric"]), num_ranks=1)
     for found in run_ranks(run_all, work_of("rtp=2", tmp_path, resume=True, loops=["fabric"]), num_ranks=2):
         hold_to(alone, found)
+
+
+def steps_before_and_after():
+    """Weights after a step over the plain model and one under Fabric, and after the same two on one process."""
+    net, alone = model(), model()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (net, alone)]
+    batches = [torch.stack([row["input_ids"] for row in lightning_loops.rows(4, seed=seed)]) for seed in range(2)]
+    for each, optimizer in zip((net, alone), optimizers, strict=True):
+        each(input_ids=batches[0], labels=batches[0]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=rotorch.lightning.FabricStrategy("rtp=2"))
+    fabric.launch()
+    net, prepared = fabric.setup(net, optimizers[0])
+    ids = batches[1][net.parallel.batch_rank :: 2]
+    fabric.backward(net(input_ids=ids, labels=ids).loss)
+    prepared.step()
+    alone(input_ids=batches[1], labels=batches[1]).loss.backward()
+    optimizers[1].step()
+    return Run(weights=weights_of(net.module)), Run(weights=weights_of(alone))
+
+
+def test_an_optimizer_goes_on_from_its_steps_over_the_plain_model():
+    load_step_code(["rtp"])
+    for found, expected in run_ranks(steps_before_and_after, num_ranks=2):
+        assert not difference(found, expected)
 
 
 # ---------------------------------------------------------------- refusals

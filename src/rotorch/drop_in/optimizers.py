@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +52,9 @@ def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 class _CutsLoadedState:
     """Cuts loaded state as weights are cut: whole tensors of one process, and what torch has cut in its own way.
 
-    `Optimizer.load_state_dict` leaves whole tensors whole, and `set_optimizer_state_dict` makes DTensors of torch's cut
-    of them. All ranks cut in the same step, in the same order, since the same state has been loaded into all.
+    `Optimizer.load_state_dict` leaves whole tensors whole, `set_optimizer_state_dict` makes DTensors of torch's cut of
+    them, and an optimizer over a plain model brings the state of its steps there. All ranks cut in the same step, in
+    the same order, since the same state has been loaded into all.
     """
 
     def __init__(self) -> None:
@@ -71,8 +73,7 @@ class _CutsLoadedState:
             if isinstance(value, Tensor) and value.shape == parameter.shape and key != _COUNTER
         ]
         # Other classes may keep state of a rank's part by themselves, which is whole where the weight is.
-        keeps_dtensors = type(optimizer).__module__.startswith("torch.optim.")
-        whole = [each for each in found if keeps_dtensors and not isinstance(each[2], DTensor)]
+        whole = [each for each in found if _is_torchs(optimizer) and not isinstance(each[2], DTensor)]
         # Ranks that have loaded nothing would go on with other moments for their parts.
         for meet in dict.fromkeys(held.meet_for_state for *_, held in whole):
             meet()
@@ -83,6 +84,11 @@ class _CutsLoadedState:
             if isinstance(like, CutInName) and isinstance(value, DTensor) and not isinstance(value, CutInName):
                 state[key] = like.part_of(value.full_tensor())
         self._seen[optimizer] = optimizer.state
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """True for a class of torch, whose state of a weight's shape is a DTensor where the weight is one."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _refuse_if_cut(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -167,10 +173,10 @@ class PlainParameters:
                 )
             if hasattr(self._module, "parallel"):
                 continue
-            if optimizer.state:
+            if optimizer.state and not _is_torchs(optimizer):
                 raise ConfigError(
-                    f"{self._who}: {kind} has made steps over whole weights, and its state cannot be cut here. Make it "
-                    "after rotorch.parallelize, or give it before its first step"
+                    f"{self._who}: {kind} has state of whole weights, and is no class of torch.optim, whose state is "
+                    "cut as its weights are. Make it after rotorch.parallelize, or give it before its first step"
                 )
             if type(optimizer).__module__.startswith("rotorch."):
                 raise ConfigError(
@@ -179,8 +185,17 @@ class PlainParameters:
                 )
 
     def give_new_ones(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Puts the module's parameters of now into optimizers that have its former ones, in place."""
-        new = dict(self._module.named_parameters(remove_duplicate=False))
+        """Puts the module's parameters of now into optimizers that have its former ones, in place.
+
+        State goes with them, whole until the next step, which cuts it. All ranks, with the same state.
+        """
+        by_name = dict(self._module.named_parameters(remove_duplicate=False))
+
+        def new(plain: Tensor) -> Tensor:
+            return by_name[self._name_of[id(plain)]]
+
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [new[self._name_of[id(parameter)]] for parameter in group["params"]]
+                group["params"] = [new(parameter) for parameter in group["params"]]
+            # Another dictionary, as when it is loaded: by that the next step sees that it is to be cut.
+            optimizer.state = defaultdict(dict, {new(parameter): kept for parameter, kept in optimizer.state.items()})
