@@ -31,6 +31,8 @@ _THREAD_ELEMENTS = 1 << 15
 """The least that torch gives to a thread."""
 _VECTOR_ELEMENTS = 64
 """A multiple of the numbers that torch computes at once on any processor."""
+_GOLDEN, _STREAM = -7046029254386353131, 0x1851F42D4C957F2D
+"""Steps of a hash from number to number (2**64 over the golden ratio), and from stream to stream."""
 _RANDOM = ("normal_", "uniform_", "trunc_normal_")
 
 
@@ -224,7 +226,7 @@ def _apply(instruction: Instruction, values: Tensor, index: Tensor, *, key: int)
     if op in _RANDOM:
         # Whole vectors for each thread: torch computes the rest by other functions, whose last bit may differ.
         rest = -len(index) % (_VECTOR_ELEMENTS * torch.get_num_threads())
-        return _random(op, args, functional.pad(index, (0, rest)), key=key)[: len(index)]
+        return _random(op, args, functional.pad(index, (0, rest)) if rest else index, key=key)[: len(index)]
     if op == "zero_":
         return torch.zeros_like(values)
     if op == "fill_":
@@ -245,10 +247,13 @@ def _random(op: str, args: Sequence[float], index: Tensor, *, key: int) -> Tenso
     return uniform.erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(low, high)
 
 
-def _uniform(index: Tensor, *, key: int, stream: int = 0) -> Tensor:
-    """float64 in [0, 1): 53 bits of a hash of (key, stream, index). SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    x = index * -7046029254386353131
-    x += key ^ stream * 0x1851F42D4C957F2D
+def _uniform(index: Tensor, *, key: int) -> Tensor:
+    """float64 in [0, 1): 53 bits of a hash of (key, index)."""
+    return _hashed(index * _GOLDEN + key)
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """The end of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), as float64 in [0, 1). Writes over `x`."""
     x ^= _shift_right(x, 30)
     x *= -4658895280553007687
     x ^= _shift_right(x, 27)
@@ -266,5 +271,6 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 def _normal(index: Tensor, *, key: int) -> Tensor:
     """float64 standard normal numbers by Box and Muller's transform of two uniform streams."""
-    radius = _uniform(index, key=key, stream=1).neg_().log1p_().mul_(-2.0).sqrt_()
-    return radius.mul_(_uniform(index, key=key, stream=2).mul_(2.0 * math.pi).cos_())
+    place = index * _GOLDEN
+    radius = _hashed(place + (key ^ _STREAM)).neg_().log1p_().mul_(-2.0).sqrt_()
+    return radius.mul_(_hashed(place.add_(key ^ 2 * _STREAM)).mul_(2.0 * math.pi).cos_())
