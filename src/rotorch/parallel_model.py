@@ -33,10 +33,9 @@ from rotorch.mesh import batch_position, position_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.checks import refuse_float16
 from rotorch.models.hf import head_weights
-from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
-from rotorch.models.pretrained import open_pretrained
+from rotorch.models.pretrained import load_pretrained
 from rotorch.models.shared_sequence import SharedSequence, check_batch, simplified
 from rotorch.ops.deferred_logits import detached, last_logits, real_for_hooks, real_outputs
 from rotorch.process.host_memory import make_room
@@ -44,7 +43,6 @@ from rotorch.shard.at_rest import AtRest
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.gradient_hooks import GradientHooks
 from rotorch.shard.in_chunks import whole_of_parts
-from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
 from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 from rotorch.shard.sites import persistent_buffers
@@ -211,16 +209,14 @@ class ParallelModel:
                 before anything is read; or values that are not finite. The same on all ranks.
         """
         make_room()  # only now are most of the weights' pages taken
-        buffers = persistent_buffers(self.module)
-        names = {n for held in self.weights.values() for n in (held.name, *held.weight.aliases)} | set(buffers)
-        with one_error(self.mesh), open_pretrained(path, module=self.module, names=names) as found:
-            load_stored(
-                found.tensors,
+        with one_error(self.mesh):
+            load_pretrained(
+                path,
+                module=self.module,
                 weights=self.weights,
-                source=str(path),
-                buffers=buffers,
-                may_lack=(*ADAPTERS, *may_lack),
-                may_have=(*found.ignored, *may_have),
+                buffers=persistent_buffers(self.module),
+                may_lack=may_lack,
+                may_have=may_have,
             )
         self._sharded.values_changed()
         return self

@@ -14,8 +14,10 @@ from spoils import (
     config_json,
     directory_at,
     encoded,
+    in_run_directory,
     int32_weight,
     link,
+    nan_weight,
     pipe,
     socket_at,
     weights_with,
@@ -304,6 +306,14 @@ CASES = [
         "The model's configuration", "model.init=weights, with a norm of int32", ("train", "RUN", "model.init=weights"),
         "of a dtype that is not converted: model.norm.weight", int32_weight,
     ),
+    Case(
+        "The model's weights", "verify: weights, with a norm of int32", ("verify", "weights", "--parallel=rtp=2"),
+        "of a dtype that is not converted: model.norm.weight", int32_weight,
+    ),
+    Case(
+        "The model's weights", "verify: weights, with a norm that is NaN", ("verify", "weights", "--parallel=rtp=2"),
+        "model.norm.weight[0] is nan in the file", nan_weight,
+    ),
     *(
         Case("The model's weights", shown, arguments, words, weights_with(spoil))
         for shown, arguments, words, spoil in [
@@ -505,6 +515,21 @@ CASES = [
             "train.checkpoint_dir=s4://bucket/run": "s4",
             "train.keep=1000000000000": "Free some",
         },
+    ),
+    *(
+        Case("Where a run writes", shown, arguments, words, in_run_directory(spoil))
+        for shown, arguments, words, spoil in [
+            ("run/.rotorch-lock: a pipe", ("train", "RUN"), "is no file", pipe("run/.rotorch-lock")),
+            ("run/.rotorch-lock: a directory", ("train", "RUN"), "is no file", directory_at("run/.rotorch-lock")),
+            ("run/run.json: a pipe", ("train", "RUN"), "is no file", pipe("run/run.json")),
+            ("run/metrics.jsonl: a pipe", ("train", "RUN", "--resume"), "is no file", pipe("run/metrics.jsonl")),
+            ("run/events.jsonl: a pipe", ("train", "RUN", "--resume"), "is no file", pipe("run/events.jsonl")),
+        ]
+    ),
+    Case(
+        "Where a run writes", "train.checkpoint_dir=saves, with a pipe for a lock",
+        ("train", "RUN", "train.checkpoint_dir=saves"), "is no file",
+        both(directory_at("saves"), pipe("saves/.rotorch-lock")),
     ),
     Case(
         "Where a run writes", "train.out=full, with a thesis in it", ("train", "RUN", "train.out=full"),

@@ -50,7 +50,16 @@ def encoded(encoding: str) -> Callable[[Path], object]:
 
 
 def int32_weight(directory: Path) -> None:
-    """A published model in `weights`, whose first norm is of whole numbers."""
+    """A published model in `weights`, whose last norm is of whole numbers."""
+    _published(directory, norm=np.ones(16, np.int32))
+
+
+def nan_weight(directory: Path) -> None:
+    """A published model in `weights`, whose last norm is not a number."""
+    _published(directory, norm=np.full(16, np.nan, np.float32))
+
+
+def _published(directory: Path, *, norm: np.ndarray) -> None:
     (directory / "weights").mkdir()
     (directory / "weights" / "config.json").write_text(json.dumps(LLAMA))
     sizes = {
@@ -64,8 +73,13 @@ def int32_weight(directory: Path) -> None:
         "model.layers.0.mlp.down_proj": (16, 32),
     }
     values = {f"{name}.weight": np.ones(size, np.float32) for name, size in sizes.items()}
-    values["model.norm.weight"] = values["model.norm.weight"].astype(np.int32)
+    values["model.norm.weight"] = norm
     save_file(values, directory / "weights" / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_run_directory(spoil: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Spoils the directory where a run is to write."""
+    return lambda directory: ((directory / "run").mkdir(), spoil(directory))
 
 
 def both(*spoils: Callable[[Path], object]) -> Callable[[Path], object]:

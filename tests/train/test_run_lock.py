@@ -12,6 +12,7 @@ import pytest
 from commands import Command, rotorch, wait_until, write_run
 from failures import seen
 
+from rotorch.train.events import EVENTS
 from rotorch.train.launch import run_lock
 from rotorch.train.launch.run_lock import LOCK, DirectoryInUse, check_not_in_use, contents, lock_directories
 from rotorch.train.metrics import METRICS, MetricsFile, StepRecord, read_metrics
@@ -199,7 +200,9 @@ def test_a_directory_that_is_removed_while_a_run_writes_there_is_made_again(tmp_
     done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "train.checkpoint_every=2")
     assert done.code == 0, done.stderr
     assert [record["step"] for record in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
-    assert {path.name for path in out.iterdir()} == {METRICS, "checkpoints", "run.json"}
+    assert {path.name for path in out.iterdir()} == {METRICS, EVENTS, "checkpoints", "run.json"}
+    events = [json.loads(line)["event"] for line in (out / EVENTS).read_text().splitlines()]
+    assert (events[0], events[-1]) == ("started", "ended")
     assert len(list((out / "checkpoints").iterdir())) == 2
     seen("The run's directory is removed", done.stderr, instead=ELSEWHERE)
 

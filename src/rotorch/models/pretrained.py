@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.models.conversions import ignored_when_loaded, named_as_in_model
 from rotorch.models.gguf import find_gguf, open_gguf
-from rotorch.models.lora import without_adapters
+from rotorch.models.lora import ADAPTERS, without_adapters
+from rotorch.shard.load import load_stored
 from rotorch.shard.safetensors_files import open_safetensors
+from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.shard.stored import Stored
 
 
@@ -63,3 +65,37 @@ def _pretrained(stored: Mapping[str, Stored], *, module: nn.Module, names: Mappi
         {names.get(name, name): tensor for name, tensor in stored.items()},
         tuple(ignored_when_loaded(module, surplus)),
     )
+
+
+def load_pretrained(
+    path: str | Path,
+    *,
+    module: nn.Module,
+    weights: Mapping[str, ShardedWeight],
+    buffers: Mapping[str, Tensor],
+    may_lack: Sequence[str] = (),
+    may_have: Sequence[str] = (),
+) -> None:
+    """Reads a published model: of each weight the part that is held. Every rank alone.
+
+    Args:
+        path: as of `open_pretrained`.
+        module: the module to read for.
+        weights: its weights, by name.
+        buffers: its persistent buffers, by name.
+        may_lack: name patterns of weights that need not be there, beside adapters.
+        may_have: name patterns of tensors that the module has no use for.
+
+    Raises:
+        ConfigError: as of `open_pretrained` and `load_stored`.
+    """
+    names = {name for held in weights.values() for name in (held.name, *held.weight.aliases)} | set(buffers)
+    with open_pretrained(path, module=module, names=names) as found:
+        load_stored(
+            found.tensors,
+            weights=weights,
+            source=str(path),
+            buffers=buffers,
+            may_lack=(*ADAPTERS, *may_lack),
+            may_have=(*found.ignored, *may_have),
+        )

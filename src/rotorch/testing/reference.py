@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from rotorch.core.spec import ModelSpec
 from rotorch.models.hf import config_from_dict, load_config
 from rotorch.models.losses import LossFn, count_targets
+from rotorch.models.pretrained import load_pretrained
 from rotorch.shard.materialize import Recipe, initialise
-from rotorch.shard.safetensors_files import open_safetensors
 from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
+from rotorch.shard.sites import persistent_buffers
 from rotorch.testing.arithmetic import widen
 
 
@@ -57,16 +59,26 @@ def has_weights(path: str | Path) -> bool:
     return Path(path).is_dir() and any(Path(path).glob("*.safetensors"))
 
 
-def loaded_reference(path: str | Path, *, config: Any) -> nn.Module:
-    """The model of a directory as transformers loads it, in float64.
+def loaded_reference(path: str | Path, *, module: nn.Module, spec: ModelSpec) -> nn.Module:
+    """The model of a directory as transformers loads it, in float64, after ranks' own loading has found it well.
+
+    Args:
+        path: the directory.
+        module: a causal language model with its configuration, on meta.
+        spec: its weights.
 
     Raises:
-        ConfigError: files of weights that are damaged, or no files.
+        ConfigError: what `ParallelModel.load` says of it.
     """
     from transformers import AutoModelForCausalLM
 
-    with open_safetensors(Path(path)):
-        pass  # transformers waits for a pipe, and has other words for what is damaged
+    # Before ranks start; and transformers waits for a pipe, and has other words for what is damaged.
+    values = {w.name: torch.empty(w.shape, dtype=torch.float64) for w in spec.weights}
+    load_pretrained(
+        path, module=module, weights=_whole(spec, values), buffers=copy.deepcopy(persistent_buffers(module))
+    )
+    del values
+    config = module.config
     return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float64, local_files_only=True).train()
 
 
@@ -79,17 +91,18 @@ def initialised_reference(module: nn.Module, *, spec: ModelSpec, recipes: Mappin
 
 def fill(module: nn.Module, *, spec: ModelSpec, recipes: Mapping[str, Recipe], seed: int) -> None:
     """Gives a plain module the values that `ParallelModel.materialize(seed=seed)` gives, each weight in one piece."""
-    parameters = dict(module.named_parameters())
-    held = {
-        weight.name: ShardedWeight(
-            weight,
-            parameters[weight.name].detach(),
-            cut_chunks(weight, num_slices=1, index=0),
-            parameters[weight.name],
+    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    initialise(_whole(spec, parameters), recipes=recipes, seed=seed)
+
+
+def _whole(spec: ModelSpec, values: Mapping[str, Tensor]) -> dict[str, ShardedWeight]:
+    """Weights in one piece, with the memory of `values`."""
+    return {
+        w.name: ShardedWeight(
+            w, values[w.name], cut_chunks(w, num_slices=1, index=0), nn.Parameter(values[w.name], requires_grad=False)
         )
-        for weight in spec.weights
+        for w in spec.weights
     }
-    initialise(held, recipes=recipes, seed=seed)
 
 
 def reference_step(

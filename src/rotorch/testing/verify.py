@@ -262,7 +262,7 @@ def verify_subject(
             module = _constructed(subject, seed=seed)
             reference = copy.deepcopy(module)
     else:
-        reference = loaded_reference(directory, config=module.config)
+        reference = loaded_reference(directory, module=module, spec=spec)
     comparison = _Comparison(
         subject=subject, strategies=strategies, directory=directory, steps=steps, seed=seed, device=device
     )

@@ -51,14 +51,18 @@ class EventsFile:
         self._step = after_step
         self._stream: TextIO | None = None
         try:
-            self._stream = self._path.open("a", encoding="utf-8")
+            self._stream = self._path.open("a+", encoding="utf-8")
         except OSError as error:
             self._give_up(error)
         first, *_ = by_rank = [dict(rank) for rank in predicted]
         self._write("started", text=text, versions=dict(versions), predicted=first, predicted_by_rank=by_rank)
 
     def on_step(self, record: StepRecord) -> None:
-        """Remembers the step of the events that follow; notes the memory of ranks, where the step tells it."""
+        """Remembers the step of the events that follow; notes the memory of ranks, where the step tells it.
+
+        Called after the metrics' own `on_step`.
+        """
+        self._put_back()
         self._step = record.step
         if record.memory is not None:
             self._write("memory", **{name: list(of)[:MOST_RANKS] for name, of in record.memory.items()})
@@ -98,6 +102,17 @@ class EventsFile:
             self.close()
             self._stream = None
             self._give_up(error)
+
+    def _put_back(self) -> None:
+        """Makes a file that was removed again. Metrics have made the directory again, if it is this run's still."""
+        if self._stream is None or self._path.exists():
+            return
+        with suppress(OSError):  # the next event says what is wrong, or goes into the file that has no name
+            before, self._stream = self._stream, self._path.open("x+", encoding="utf-8")
+            with before:
+                before.seek(0)
+                self._stream.write(before.read())
+            self._stream.flush()
 
     def _give_up(self, error: OSError) -> None:
         _LOG.warning("%s: %s; the run goes on without it", self._path, error.strerror or error)

@@ -44,6 +44,7 @@ from rotorch.train.checks.capacity import (
 from rotorch.train.checks.resuming import Resume, check_goes_on, find_resume
 from rotorch.train.checks.samples import check_data, check_evals, check_preferences, check_stream
 from rotorch.train.data.batches import BYTES, CheckedSource, default_cache_dir
+from rotorch.train.events import EVENTS
 from rotorch.train.hub import with_hub_files
 from rotorch.train.launch.failure_report import REPORT
 from rotorch.train.launch.run_lock import LOCK
@@ -251,6 +252,7 @@ def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> AnyPath:
                 check_writable(path)
         elif config.train.checkpoint_dir is not None:
             _check_can_be_made(path, key="train.checkpoint_dir")
+            _check_own_files(path, (LOCK,), key="train.checkpoint_dir")
     except ConfigError as error:
         raise ConfigError(f"train.checkpoint_dir: {error}" if is_url(where) else str(error)) from error.__cause__
     return path
@@ -264,9 +266,19 @@ def _check_can_be_made(directory: Path, *, key: str) -> None:
         raise ConfigError(f"{key}: {existing} cannot be written. Write {key}=... with a directory that can be")
 
 
+def _check_own_files(directory: Path, names: Sequence[str], *, key: str) -> None:
+    """Raises `ConfigError` for what has the name of a run's file and is none: to open a pipe waits for ever."""
+    for path in (directory / name for name in names):
+        if path.exists() and not path.is_file():
+            raise ConfigError(
+                f"{key}: {path} is no file, and a run writes one of that name. Remove it, or write another {key}=..."
+            )
+
+
 def check_out(out: Path, *, saves_in: AnyPath, resume: bool, command: str) -> None:
     """The run's directory can be made and is no other run's; a resumed run is there."""
     _check_can_be_made(out, key="train.out")
+    _check_own_files(out, (LOCK, RUN_FILE, METRICS, EVENTS), key="train.out")
     has_checkpoints = saves_in != out and bool(candidates(checkpoints_of(saves_in)))
     if resume and not holds_run(out) and not has_checkpoints:
         raise ConfigError(f"--resume: {out} holds no run to go on with. Leave --resume out, or write its train.out=...")

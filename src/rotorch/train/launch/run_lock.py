@@ -126,7 +126,7 @@ def check_not_in_use(directories: dict[str, Path]) -> None:
     """Raises `DirectoryInUse` if another run has one of the directories now. Writes nothing."""
     for key, directory in directories.items():
         try:
-            descriptor = os.open(directory / LOCK, os.O_RDONLY)
+            descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NONBLOCK)  # it may be a pipe
         except OSError:  # nobody has locked it, or the checks that follow say what is wrong with it
             continue
         try:
