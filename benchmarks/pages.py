@@ -56,7 +56,8 @@ def speed(read: Callable[[str], Record]) -> list[str]:
         wire = more["wire_bytes_all_ranks"] / more["nproc"] if "wire_bytes_all_ranks" in more else None
         cells = [*(two_digits(row.get("ratio_to_limit")) for row in (more, less)), *map(mebibytes, [*bytes_of, wire])]
         lines.append(f"| {shown} | {' | '.join(cells)} |")
-    return [*lines, "", *wrapped([origin_of(with_512), PROCESSES])]
+    origins = [origin_of(with_512, "With 512 tokens it"), origin_of(with_64, "With 64 it")]
+    return [*lines, "", *wrapped([*origins, PROCESSES])]
 
 
 def grids(read: Callable[[str], Record]) -> list[str]:
