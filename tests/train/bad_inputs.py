@@ -14,7 +14,6 @@ from spoils import (
     config_json,
     directory_at,
     encoded,
-    in_run_directory,
     int32_weight,
     link,
     nan_weight,
@@ -517,7 +516,7 @@ CASES = [
         },
     ),
     *(
-        Case("Where a run writes", shown, arguments, words, in_run_directory(spoil))
+        Case("Where a run writes", shown, arguments, words, both(directory_at("run"), spoil))
         for shown, arguments, words, spoil in [
             ("run/.rotorch-lock: a pipe", ("train", "RUN"), "is no file", pipe("run/.rotorch-lock")),
             ("run/.rotorch-lock: a directory", ("train", "RUN"), "is no file", directory_at("run/.rotorch-lock")),

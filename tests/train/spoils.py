@@ -77,11 +77,6 @@ def _published(directory: Path, *, norm: np.ndarray) -> None:
     save_file(values, directory / "weights" / "model.safetensors", metadata={"format": "pt"})
 
 
-def in_run_directory(spoil: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Spoils the directory where a run is to write."""
-    return lambda directory: ((directory / "run").mkdir(), spoil(directory))
-
-
 def both(*spoils: Callable[[Path], object]) -> Callable[[Path], object]:
     return lambda directory: [spoil(directory) for spoil in spoils]
 
