@@ -26,6 +26,9 @@ _LEAVES_WITHIN_S = 30.0
 _NAME_S = 60.0
 """Most seconds in which the name of rank 0's host must get an address."""
 
+_TRY_S = 0.2
+"""Seconds between two looks for rank 0."""
+
 
 def device_type(name: str = "auto") -> str:
     """Returns the kind of device that `pick_device` picks, without touching it: a process may fork afterwards."""
@@ -73,17 +76,21 @@ def find_store(*, timeout_s: float) -> dist.Store:
         RankFailure: a rank of torchrun's did not come.
         RuntimeError: nobody serves the store, or this process cannot.
     """
-    _check_name(os.environ["MASTER_ADDR"], timeout_s=min(timeout_s, _NAME_S))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _check_name(host, timeout_s=min(timeout_s, _NAME_S))
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         return fresh_store(shared, rank=rank, num_ranks=world_size, timeout_s=timeout_s)
     # Not by `rendezvous`, where rank 0 would wait for as many ranks as it was told of before anybody can say that they
     # were told of other numbers.
+    serves = os.environ["RANK"] == "0"
+    if not serves:
+        _wait_for_server(host, port, timeout_s=timeout_s)
     return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=os.environ["RANK"] == "0",
+        host,
+        port,
+        is_master=serves,
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
@@ -110,6 +117,25 @@ def _check_name(host: str, *, timeout_s: float) -> None:
                 f"MASTER_ADDR={host!r} has no address on this host: {why}. Write the name or address of rank 0's "
                 "host, as other hosts know it"
             ) from None
+        tell_phase()
+        return
+
+
+def _wait_for_server(host: str, port: int, *, timeout_s: float) -> None:
+    """Raises `RuntimeError` unless something listens there in time.
+
+    torch would try for several times its timeout, and print stacks of its own.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), _TRY_S)).close()
+        except OSError as error:
+            if time.monotonic() + _TRY_S > until:
+                raise RuntimeError(error.strerror or str(error)) from None
+            tell_phase(f"looking for rank 0 at {host}:{port}")
+            time.sleep(_TRY_S)
+            continue
         tell_phase()
         return
 

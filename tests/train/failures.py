@@ -28,6 +28,7 @@ SECTIONS = {
     "One rank refuses to start": "The others hear of it through the store and end with exit code 2, too.",
     "The host of rank 0 has no address": "MASTER_ADDR names a host that this one does not know. Asked for "
     "during a minute: a host that has just been started may still get its name. Exit code 2.",
+    "Rank 0 does not come": "Nobody listens where it should be, for `train.timeout_s` and 20 s. Exit code 3.",
     "Given weights are not finite": "Found by a rank that loads them. Exit code 2, and no run is begun.",
     "Shared memory is full": "Or small, as a container's is by default. Ranks of one host exchange messages then.",
     "Shared memory is full, and was asked for": "By `transport=shared_memory`. Exit code 2.",

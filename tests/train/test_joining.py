@@ -273,6 +273,34 @@ def test_ranks_that_an_operator_starts_find_each_other_where_rank_0_is(ranks, tm
     assert [command.code for command in ranks(environment=by_hand)] == [0, 0]
 
 
+def test_a_rank_0_that_never_comes_is_missed_in_time(ranks, tmp_path, monkeypatch):
+    """Rank 1 is started, and where rank 0 should be nobody listens."""
+    monkeypatch.setattr("rotorch.train.run.BACKSTOP_S", 0.0)
+    alone = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port()), "RANK": "1", "LOCAL_RANK": "1"}
+    (command,) = ranks(["train.timeout_s=1"], num_ranks=1, environment=alone)
+    assert command.code == 3
+    assert said(command) == (
+        f"rank 1 on {socket.gethostname()} did not find rank 0 at MASTER_ADDR=127.0.0.1, "
+        f"MASTER_PORT={alone['MASTER_PORT']} within 1 s: Connection refused. Start rank 0, and give all ranks the "
+        "address of its host and its port"
+    )
+    seen("Rank 0 does not come", command.stderr, instead=HOST | {r"(?<=MASTER_PORT=)\d+": "29500"})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_looks_for_rank_0_no_longer_than_it_may(monkeypatch):
+    """torch's own client tries for several times its timeout, so it is asked for once somebody is there."""
+    now = [0.0]
+    monkeypatch.setattr(mesh.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(mesh.time, "sleep", lambda s: now.__setitem__(0, now[0] + s))
+    for name, value in {**PLACE, "RANK": "1", "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **options: pytest.fail("nobody serves it"))
+    with pytest.raises(RuntimeError, match=r"^Connection refused$"):
+        mesh.find_store(timeout_s=10.0)
+    assert 9.0 <= now[0] <= 10.0
+
+
 @pytest.mark.parametrize("host", ["\u00fc" * 64, "node-8.invalid"], ids=["no name", "unknown"])
 def test_ranks_that_are_sent_to_a_host_without_an_address_say_so_soon(ranks, tmp_path, monkeypatch, host):
     monkeypatch.setattr("rotorch.mesh._NAME_S", 0.5)

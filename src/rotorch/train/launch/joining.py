@@ -92,7 +92,10 @@ class JobRank:
                         f"rank 0 cannot listen at {where}: the port is taken, or the address is another host's. Write "
                         "the address of rank 0's host, and a free port"
                     ) from None
-                raise RankFailure(f"{self} did not find rank 0 at {where} within {timeout_s:.0f} s: {why}") from None
+                raise RankFailure(
+                    f"{self} did not find rank 0 at {where} within {timeout_s:g} s: {why}. Start rank 0, and give all "
+                    "ranks the address of its host and its port"
+                ) from None
         self._is_lost = False
         agreement = Agreement(dist.PrefixStore("agreement", self.store), rank=self.rank, num_ranks=self.num_ranks)
         self._agreement = agreement
