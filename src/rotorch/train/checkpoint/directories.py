@@ -66,7 +66,8 @@ def _newest_whole(paths: list[AnyPath]) -> AnyPath | None:
         except NewerFormat:
             raise
         except ConfigError as error:
-            _LOG.warning("%s (skipped; looking for the one before)", error)
+            then = "there is none before it" if path is paths[0] else "looking for the one before"
+            _LOG.warning("%s (skipped; %s)", error, then)
         else:
             return path
     return None
