@@ -34,7 +34,6 @@ from rotorch.train.checkpoint.manifest import (
 )
 from rotorch.train.checkpoint.saving import check, latest, load, load_newest, save
 from rotorch.train.checkpoint.store import StorePath
-from rotorch.train.checks.resuming import find_resume
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -474,17 +473,6 @@ def test_truncated_or_missing(file, copy, caplog):
     assert file in refused(copy)
     (copy / file).unlink()
     assert file in refused(copy)
-
-
-def test_where_none_is_whole_that_is_said_once(copy, caplog):
-    for path in copy.parent.glob("step-*"):
-        (path / "manifest.json").write_bytes(b"{")
-    nothing = dict.fromkeys(("config", "sizes", "model_config", "spec", "source"))
-    with pytest.raises(ConfigError, match=r"no checkpoint in .*/checkpoints is whole, the newest one is step-00000002"):
-        find_resume(copy.parents[1], **nothing)
-    first, last = caplog.messages
-    assert "step-00000002" in first and first.endswith("(skipped; looking for the one before)")
-    assert "step-00000001" in last and last.endswith("(skipped; there is none before it)")
 
 
 def rewrite(copy, **changes):
