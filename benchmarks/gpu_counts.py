@@ -66,7 +66,7 @@ ROWS = (
     (NULL, "autocast_bfloat16"),
     ("single", "bfloat16"),
     (f"rtp={NUM_RANKS}[transport=send_receive]", "bfloat16"),
-    *((f"rtp={NUM_RANKS}[transport=send_receive,visits={g}]", "bfloat16") for g in (4, 2, 1)),
+    *((f"rtp={NUM_RANKS}[transport=send_receive,visits={g}]", "bfloat16") for g in (8, 4, 2, 1)),
     (NULL, "bfloat16"),
 )
 """Layouts, each with the precision of its passes: under autocast, or with weights in bfloat16. `symmetric_memory` is

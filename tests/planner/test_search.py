@@ -199,13 +199,24 @@ def test_tables_that_are_not_made_would_change_nothing(layers, rows, budget, mon
     assert least and all(bound <= step_s * (1 + 1e-9) for bound, step_s in least)
 
 
+def test_rings_between_gpus_are_tried_with_fewer_visits():
+    found = search(task()).plans
+    visits = {plan.parallel: plan for plan in found if "visits=" in plan.parallel and "memory=" not in plan.parallel}
+    rings = {text.rpartition("visits=")[0] for text in visits}
+    assert rings
+    for ring in rings:
+        one, two = visits[f"{ring}visits=1]"], visits[f"{ring}visits=2]"]
+        assert one.memory.by_category["slots"] > two.memory.by_category["slots"]
+    assert "visits=" not in "".join(plan.parallel for plan in search(task(cluster="cpu2")).plans)
+
+
 def test_budgets_for_whole_units_are_tried_where_memory_is_left():
     asked = task(budget_bytes=800 * MIB)
     spec = replace(asked.spec, order=replace(asked.spec.order, refused="no stages"))
     found = search(replace(asked, spec=spec))
     mixed = [plan for plan in found.frontier if "memory=" in plan.parallel]
     ring = min((p for p in found.plans if p.fits and p.parallel == "rtp=8[recompute=slice]"), key=lambda p: p.step_s)
-    assert found.chosen is mixed[0] and mixed[0].parallel.startswith("rtp=8[recompute=slice,memory=")
+    assert found.chosen is mixed[0] and mixed[0].parallel.startswith("rtp=8[recompute=slice,")
     assert mixed[0].step_s < 0.96 * ring.step_s
     assert ring.memory.total_bytes < mixed[0].memory.total_bytes <= 800 * MIB
     (again,) = [p for p in search(asked, texts=[mixed[0].parallel]).plans if p.micro_batch == mixed[0].micro_batch]

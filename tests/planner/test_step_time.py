@@ -193,7 +193,8 @@ def test_fewer_visits_make_larger_products_and_bring_every_part():
     small = replace(SPEEDS, half_size=64.0, launch_s=1e-6)
     compute = [step_time(planned(text.format(g), speeds=small)).compute_s for g in (8, 4, 2)]
     assert compute[0] > compute[1] > compute[2]
-    assert compute[0] == step_time(planned("rtp=8[recompute=none,transport=send_receive]", speeds=small)).compute_s
+    one_by_one = step_time(planned("rtp=8[recompute=none,transport=send_receive]", speeds=small)).compute_s
+    assert one_by_one > compute[0]  # of eight visits attention has fewer: it is smaller than the MLP
     # In one visit everything comes before the first product, in eight a rank begins with its own slice.
     waiting = [step_time(planned(text.format(g))).waiting_s for g in (8, 1)]
     assert waiting[1] > waiting[0]

@@ -82,7 +82,6 @@ def test_tables_are_in_parts_about_as_large_as_a_layers_slices(large_vocabulary,
     "layout",
     [
         "rtp=3[transport=shared_memory]",
-        "rtp=4[visits=2]",
         "rtp=3[buffering=in_place]",
         "rtp=1",
         "rtp=4[transport=hierarchical]",

@@ -7,7 +7,9 @@ from test_rtp_hierarchical import EXACT, SEED, reference
 
 import rotorch
 from rotorch.comm.meter import Meter
+from rotorch.comm.transports.grouped import GroupedRing
 from rotorch.core.errors import ConfigError
+from rotorch.core.layout import combine_layouts
 from rotorch.models.describe import describe
 from rotorch.strategies import parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic
@@ -50,7 +52,7 @@ def compared(config, layouts, num_ranks, expected, break_off):
     for layout in layouts:
         model = rotorch.parallelize(build(config), layout, device="cpu").materialize(seed=SEED)
         optimizer, worst = torch.optim.SGD(model.parameters(), lr=0.1), 0.0
-        assert model.sharded.ring._num_visits < num_ranks
+        assert isinstance(model.sharded.ring, GroupedRing)
         for step, (loss, gradients) in enumerate(expected):
             if break_off:
                 leave_in_the_middle(model, step, config.vocab_size, num_ranks)
@@ -61,7 +63,7 @@ def compared(config, layouts, num_ranks, expected, break_off):
             optimizer.zero_grad()
         problems = [] if break_off else list(traffic_problems(model, meter))
         slots = sum(slot.numel() * slot.element_size() for slot in model.sharded.slots())
-        said = max(model.strategies[-1].layout(unit).slots_bytes for unit in model.spec.units)
+        said = combine_layouts(model.strategies[-1].layout(unit) for unit in model.spec.units).slots_bytes
         found.append((worst, problems, slots - said))
         model.close()
     return found
@@ -80,6 +82,7 @@ EVERY = ("", ",recompute=none", ",recompute=slice", ",ahead=2")
         ("llama", 4, 2, EVERY),
         pytest.param("llama", 4, 1, EVERY, marks=pytest.mark.slow),
         ("llama", 2, 1, ("", ",recompute=slice")),
+        ("llama", 4, 4, ("",)),  # the MLP's slices one by one, two of the others at once
         ("llama", 3, 1, ("", ",recompute=none")),  # four groups on three ranks
         ("qwen3", 4, 2, ("", ",recompute=slice")),  # tied weights, norms inside of attention
         pytest.param("gemma2", 4, 2, ("",), marks=pytest.mark.slow),
@@ -111,6 +114,7 @@ def test_a_step_that_breaks_off_on_all_ranks_leaves_nothing_behind(tiny, visits)
     [
         ("rtp=4[transport=send_receive,visits=3]", "does not divide the ring of 4"),
         ("rtp=4[visits=2]", "transport=auto brings them one by one"),
+        ("rtp=4[visits=4]", "transport=auto brings them one by one"),
         ("rtp=4[transport=shared_memory,visits=2]", "transport=shared_memory brings them one by one"),
         ("rtp=4[transport=send_receive,buffering=in_place,visits=2]", "buffering=in_place brings them one by one"),
         ("rtp=4[transport=send_receive,wire=fp8,visits=2]", "wire=fp8 brings them one by one"),

@@ -24,6 +24,8 @@ class Layout:
         padding_bytes: memory of its weights at rest beyond themselves: room for larger slices that take their place, or
             for weights that are borrowed from another rank, and their gradients.
         copies_bytes: copies of its weights, in the dtype of passes, that stay from step to step.
+        outbox_bytes: the part of `slots_bytes` that slices are sent from, which is as large as the largest slice, where
+            slots are as large as the largest visit.
     """
 
     resident_bytes: int
@@ -32,6 +34,7 @@ class Layout:
     slots_bytes: int = 0
     padding_bytes: int = 0
     copies_bytes: int = 0
+    outbox_bytes: int = 0
 
     def sent_bytes(self, *, kind: Kind | None = None) -> int:
         return sum(t.sent_bytes for t in self.transfers if kind is None or t.kind is kind)
@@ -51,13 +54,14 @@ def combine_layouts(layouts: Iterable[Layout]) -> Layout:
 
     Residents, their padding, copies and traffic add up, transients share their buffers (the largest counts).
     """
-    resident, transient, slots, padding, copies = 0, 0, 0, 0, 0
+    resident, transient, slots, padding, copies, outbox = 0, 0, 0, 0, 0, 0
     transfers: list[Transfer] = []
     for layout in layouts:
         resident += layout.resident_bytes
-        transient = max(transient, layout.transient_bytes)
-        slots = max(slots, layout.slots_bytes)
+        transient = max(transient, layout.transient_bytes - layout.outbox_bytes)
+        slots = max(slots, layout.slots_bytes - layout.outbox_bytes)
+        outbox = max(outbox, layout.outbox_bytes)
         padding += layout.padding_bytes
         copies += layout.copies_bytes
         transfers.extend(layout.transfers)
-    return Layout(resident, transient, tuple(transfers), slots, padding, copies)
+    return Layout(resident, transient + outbox, tuple(transfers), slots + outbox, padding, copies, outbox)

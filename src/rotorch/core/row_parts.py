@@ -42,13 +42,20 @@ def num_parts(unit: Unit) -> int:
     return 1 if note is None else note.count
 
 
-def with_row_parts(spec: ModelSpec, *, num_slices: int) -> ModelSpec:
-    """The same model, its tables in parts about as large as the largest slice of the other units."""
-    tables = [unit for unit in spec.cut_units if _is_table(unit)]
-    most = max((_largest(unit, num_slices) for unit in spec.cut_units if unit not in tables), default=0)
+def with_row_parts(spec: ModelSpec, *, num_slices: int, together: int = 1) -> ModelSpec:
+    """The same model, its tables in parts about as large as `together` slices of the largest of the other units."""
+    tables = [unit for unit in spec.cut_units if is_table(unit)]
+    others = (largest_slice(unit, num_slices) for unit in spec.cut_units if not is_table(unit))
+    most = together * max(others, default=0)
     counts = {unit.name: _count(unit, num_slices, most) for unit in tables}
     noted = (u.with_note(RowParts(c)) if (c := counts.get(u.name, 1)) > 1 else u for u in spec.units)
     return replace(spec, units=tuple(noted))
+
+
+def largest_part(unit: Unit, num_slices: int) -> int:
+    """Bytes of the largest part of a unit's slices, or of its largest slice if they come whole."""
+    slices = [unit.slice_bytes(num_slices=num_slices, index=k) for k in range(num_slices)]
+    return max(map(max, part_bytes(unit, slices, num_slices=num_slices)))
 
 
 def part_bytes(unit: Unit, slices: Sequence[int], *, num_slices: int) -> list[list[int]]:
@@ -64,7 +71,7 @@ def part_bytes(unit: Unit, slices: Sequence[int], *, num_slices: int) -> list[li
     return [[part.length * weight.num_bytes // rows for part in note.of(each)] for each in ranges]
 
 
-def _is_table(unit: Unit) -> bool:
+def is_table(unit: Unit) -> bool:
     """True for an embedding or a head whose slice is one range of rows, and nothing else."""
     if unit.kind is not UnitKind.WEIGHT or len(unit.weights) > 1 or not (unit.logits or unit.combine is Combine.SUM):
         return False
@@ -72,12 +79,13 @@ def _is_table(unit: Unit) -> bool:
     return weight.cut is not None and weight.cut.dim == 0 and weight.cut.blocks == 1 and len(weight.shape) == 2
 
 
-def _largest(unit: Unit, num_slices: int) -> int:
+def largest_slice(unit: Unit, num_slices: int) -> int:
+    """Bytes of the largest slice of a unit."""
     return max(unit.slice_bytes(num_slices=num_slices, index=k) for k in range(num_slices))
 
 
 def _count(unit: Unit, num_slices: int, most: int) -> int:
-    largest = _largest(unit, num_slices)
+    largest = largest_slice(unit, num_slices)
     if not most or largest < LEAST_TIMES * most:
         return 1
     return max(1, min(-(-largest // most), largest // LEAST_BYTES))

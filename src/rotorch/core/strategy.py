@@ -251,12 +251,6 @@ def with_visits(strategies: Sequence[Strategy]) -> Strategy | None:
     return next((s for s in (*sharing(strategies), *strategies[-1:]) if s.slices_visit), None)
 
 
-def visits_of(strategy: Strategy) -> int:
-    """Returns the number of visits in which a unit's slices come."""
-    visits: int | None = getattr(strategy, "visits", None)
-    return visits or strategy.num_ranks
-
-
 class OneAxis(Strategy):
     """A strategy of `size` ranks along one axis, which has the name of its kind; by default each has its own batch."""
 

@@ -22,13 +22,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from rotorch.core.spec import UnitKind
-from rotorch.core.strategy import Strategy, sharing, visits_of, with_visits
+from rotorch.core.spec import Unit, UnitKind
+from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
+from rotorch.core.visits_by_size import visits_of
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
 from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
@@ -259,10 +260,16 @@ class _Passes:
         """The strategy whose slices visit."""
         return with_visits(self.strategies)
 
-    @cached_property
-    def visits(self) -> int:
-        """Number of visits of slices, one after another; 1 without a ring."""
-        return 1 if self.ring is None else visits_of(self.ring)
+    def visits(self, units: Iterable[Unit]) -> int:
+        """Number of visits of units' slices, one after another; 1 without a ring."""
+        if self.ring is None:
+            return 1
+        cut = (unit for unit in units if unit.kind is not UnitKind.REPLICATED)
+        return max((visits_of(unit, num_slices=self.ring.num_ranks) for unit in cut), default=1)
+
+    def visits_in(self, number: int) -> int:
+        """The same of a layer, by the number of its class."""
+        return self.visits(self.model.classes[number].units)
 
     @cached_property
     def whole_experts(self) -> bool:
@@ -283,11 +290,6 @@ class _Passes:
     def by_units(self) -> bool:
         """True if layers are recomputed unit by unit, a slice at a time."""
         return bool(getattr(self.ring, "recomputes_units", False))
-
-    @property
-    def slices(self) -> float:
-        """Number of parts that all ranks of a batch compute a unit in, one visit after another."""
-        return self.cuts.interior * self.visits
 
     @property
     def rows(self) -> int:
@@ -448,9 +450,11 @@ class _Passes:
             # Of half precision a slice exists as the product gave it, its gradient too, and one is kept.
             half = 3 * one * self.batch.itemsize / self.batch.loss_itemsize
             # Only where there are others is a slice computed again, beside the gradient that is made of it.
-            at_once = one + half if self.batch.itemsize < self.batch.loss_itemsize else min(2, self.visits) * one
+            visits = self.visits([head])
+            at_once = one + half if self.batch.itemsize < self.batch.loss_itemsize else min(2, visits) * one
+            parts = self.cuts.interior * visits * ring.num_parts(head)
             return {
-                "logits": one / self.cuts.interior if keeps else at_once / self.slices / ring.num_parts(head),
+                "logits": one / self.cuts.interior if keeps else at_once / parts,
                 "temporaries": given * (4 if keeps else 2),
             }
         cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream
@@ -480,14 +484,15 @@ class _Passes:
             return layer.given.of(self.rows) * (2 if self.again else 3)
         if self.again:
             return layer.given.of(self.rows, cut=self.cuts.stream)
-        return self._all_of(layer, cut=self.cuts.interior) + keys
+        return self._all_of(layer, cut=self.cuts.interior, times=self.visits_in(number)) + keys
 
     def _whole(self, number: int) -> float:
         """A layer whose interior is there again, a slice at a time where units are computed in slices."""
         layer = self.traced.layers[number]
         if self.by_units:
-            return self._all_of(replace(layer, attention=PerRow()), cut=self.slices, times=1)
-        return self._all_of(layer, cut=self.cuts.interior) + self.keys[number]
+            slices = self.cuts.interior * self.visits_in(number)
+            return self._all_of(replace(layer, attention=PerRow()), cut=slices, times=1)
+        return self._all_of(layer, cut=self.cuts.interior, times=self.visits_in(number)) + self.keys[number]
 
     def _attending(self, number: int, *, kept: float) -> tuple[float, float]:
         """Bytes of what is kept, and of all else, in a layer's attention, when all behind it is done.
@@ -514,23 +519,25 @@ class _Passes:
         stacked = [w for unit in units for w in trained_weights(unit) if len(w.shape) > 2]
         if not stacked:
             return 0.0, 0.0
+        visits = self.visits_in(number)
+        slices = self.cuts.interior * visits
         given = layer.given.of(self.rows)
         pairs = layer.repeated.of(self.rows)
-        inside = (layer.experts.of(self.rows) - pairs) / self.slices
-        pairs /= self.visits if self.whole_experts else 1
+        inside = (layer.experts.of(self.rows) - pairs) / slices
+        pairs /= visits if self.whole_experts else 1
         done = 0.0 if self.by_units else inside + pairs
         # The output of the first product has its gradient still, of what lies between it and the second one; tokens by
         # expert have theirs, and the layer's input and output.
-        beside = sum(w.num_bytes for w in stacked) / self.slices + inside / 2 + pairs + 3 * given
+        beside = sum(w.num_bytes for w in stacked) / slices + inside / 2 + pairs + 3 * given
         return kept - done, beside
 
-    def _all_of(self, layer: TracedLayer, *, cut: float, times: int | None = None) -> float:
-        """Bytes of a layer whose interior is cut; `times`: slices of a ring that are there at once, all by default."""
+    def _all_of(self, layer: TracedLayer, *, cut: float, times: int) -> float:
+        """Bytes of a layer whose interior is cut; `times`: slices of a ring that are there at once."""
         interior = layer.interior
         if self.ring is not None:  # nobody keeps slices that were cast for a visit
             interior = interior.without_constant()
         kept = layer.stream.of(self.rows, cut=self.cuts.stream) + layer.attention.of(self.rows)
         repeated = 0.0
         if not self.whole_experts:
-            repeated = layer.repeated.of(self.rows) * ((times or self.visits) - 1 / cut)
+            repeated = layer.repeated.of(self.rows) * (times - 1 / cut)
         return kept + interior.of(self.rows, cut=cut) + repeated

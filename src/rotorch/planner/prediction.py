@@ -196,7 +196,8 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
         layout = replace(layout, resident_bytes=here.resident_bytes, transient_bytes=transient, transfers=transfers)
         if strategy.shares_inside:  # then what passes compute with is its own
             copies = _copies(strategy, unit, layout_of=partial(strategy.layout_around, position=position))
-            layout = replace(layout, slots_bytes=here.slots_bytes, padding_bytes=here.padding_bytes)
+            slots, outbox = here.slots_bytes, here.outbox_bytes
+            layout = replace(layout, slots_bytes=slots, padding_bytes=here.padding_bytes, outbox_bytes=outbox)
     return replace(layout, copies_bytes=copies)
 
 

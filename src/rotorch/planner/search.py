@@ -4,8 +4,9 @@
     First the compositions: every way to write the number of ranks as replicas x stages x ranks of an innermost
     strategy, of those that compose and can hold the model. Then memory: it grows with the rows of a micro-batch, so
     each composition has a largest one that fits. Then time, for that one and the next smaller one; pipelines by the
-    recurrence of their table. The best pipelines are tried again with other schedules, and the best rings and gathered
-    models with units that are whole on every rank, within shares of the memory that they leave (`_budgets`). Where no
+    recurrence of their table. The best pipelines are tried again with other schedules, the best rings between GPUs or
+    hosts with fewer and larger visits, and the best rings and gathered models with units that are whole on every rank,
+    within shares of the memory that they leave (`_budgets`). Where no
     ring, gathered model or replicas alone fit, or the batch has too few rows for them, ranks share sequences.
 
 [Note: reasons]
@@ -231,6 +232,7 @@ class _Search:
                 shared = sharing_sequences(num_ranks, rows=task.batch.rows, per_node=per_node)
                 plans += [plan for text in shared for plan in self._plans(text)]
             plans += self._rescheduled(plans)
+            plans += self._in_other_visits(plans)
             plans += self._mixed(plans)
         return SearchResult(_with_reasons(plans, task), self.refused)
 
@@ -248,6 +250,20 @@ class _Search:
         for text in others:  # from the fastest on, which rule out most of the others
             found[text] = self._plans(text, rivals=[*plans, *(plan for each in found.values() for plan in each)])
         return [plan for text in sorted(found) for plan in found[text]]
+
+    def _in_other_visits(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The fastest rings again, with several slices in one visit; ranks of a CPU host read slices where they are."""
+        cluster = self.task.cluster
+        if cluster.device.type == "cpu" and cluster.nodes == 1:
+            return []
+        rings = {p.parallel: parse_parallel(p.parallel)[-1] for p in _fastest(plans, kind="rtp")}
+        return [
+            plan
+            for text, ring in rings.items()
+            for visits in range(1, ring.num_ranks + 1)
+            if ring.num_ranks % visits == 0 and ring.num_ranks > 1
+            for plan in self._plans(_with_option(text, f"transport=send_receive,visits={visits}"))
+        ]
 
     def _plans(self, text: str, *, rivals: Sequence[Plan] = ()) -> list[Plan]:
         """Plans of a layout, but for those that one of `rivals` is sure to beat in time, and is no larger."""
@@ -299,8 +315,7 @@ class _Search:
         (whole,) = at_rest(self.task.model, strategies=(Single(),))
         most = sum(whole.by_category[name] for name in _HELD)
         for kind in ("rtp", "fsdp"):
-            with_kind = [p for p in plans if p.fits and _is_alone(p, kind=kind)]
-            for plan in sorted(with_kind, key=_by_speed)[:MIXED]:
+            for plan in _fastest(plans, kind=kind):
                 (held,) = self.candidate(plan.parallel).ranks
                 least = sum(held.by_category[name] for name in _HELD)
                 spare = self.task.budget_bytes - plan.memory.total_bytes
@@ -484,6 +499,11 @@ def _is_alone(plan: Plan, *, kind: str) -> bool:
     strategies = parse_parallel(plan.parallel)
     has_stages = any(isinstance(strategy, StageStrategy) for strategy in strategies)
     return strategies[-1].kind == kind and not has_stages and context_ranks(strategies) == 1
+
+
+def _fastest(plans: Sequence[Plan], *, kind: str) -> list[Plan]:
+    """The plans that are tried again, of those that fit and rotate or gather weights by themselves."""
+    return sorted((p for p in plans if p.fits and _is_alone(p, kind=kind)), key=_by_speed)[:MIXED]
 
 
 def _budget_text(num_bytes: int) -> str:

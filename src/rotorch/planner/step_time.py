@@ -26,7 +26,7 @@ from math import prod
 from rotorch.core.layout import Layout
 from rotorch.core.shared_context import SequenceRanks
 from rotorch.core.spec import Unit, UnitKind
-from rotorch.core.strategy import Strategy, sharing, visits_of, with_visits
+from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
 from rotorch.pipelining.simulate import Link, StageCosts
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -158,7 +158,7 @@ class StepTime:
 
 def cutting_of(strategy: Strategy, *, ring: Strategy | None) -> Cutting:
     """Returns the way in which the innermost strategy, and slices that visit, cut a rank's operators."""
-    slices = 1 if ring is None else visits_of(ring)
+    slices = 1 if ring is None else ring.num_ranks
     if strategy.kind == "megatron":
         return Cutting(interior=strategy.num_ranks, slices=slices)
     if ring is not None:
@@ -281,7 +281,7 @@ class _Step:
                 unit,
                 tokens=plan.own.num_rows * plan.own.num_tokens,
                 batch=plan.own,
-                cutting=self.cutting,
+                cutting=self.cutting.of(unit),
                 experts=plan.model.experts,
                 numerics=plan.numerics,
             )
@@ -291,7 +291,8 @@ class _Step:
         return self._part(units, Passes.together([passes, *others]), recomputes=plan.numerics.recompute)
 
     def _part(self, units: Sequence[Unit], passes: Passes, *, recomputes: bool) -> _UnitTime:
-        speeds, plan = self.plan.speeds, self.plan
+        speeds = self.plan.speeds
+        cut = [unit for unit in units if unit.kind is not UnitKind.REPLICATED]
         backward = passes.backward
         recompute = speeds.device_s(passes.forward) if recomputes else 0.0
         recompute_host = speeds.host_s(passes.forward) if recomputes else 0.0
@@ -301,8 +302,8 @@ class _Step:
             weight_s=speeds.device_s(passes.backward_weight),
             forward_host_s=speeds.host_s(passes.forward),
             backward_host_s=speeds.host_s(backward) + recompute_host,
-            parts=self.cutting.parts,
-            all_come=plan.ring is not None and visits_of(plan.ring) < plan.ring.num_ranks,
+            parts=max((self.cutting.of(unit).parts for unit in cut), default=self.cutting.parts),
+            all_come=any(self.cutting.of(unit).slices < self.cutting.slices for unit in cut),
         )
         for unit in units:
             found = self._with_transfers(found, unit)

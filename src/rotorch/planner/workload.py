@@ -21,6 +21,7 @@ from functools import cached_property
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
+from rotorch.core.visits_by_size import Visits
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.core.whole_units import is_whole
 from rotorch.planner.speeds import Row, Work
@@ -48,6 +49,11 @@ class Cutting:
     def parts(self) -> int:
         """Number of parts in which a unit is computed."""
         return self.slices * self.steps
+
+    def of(self, unit: Unit) -> Cutting:
+        """The same for a unit that has a number of visits of its own."""
+        note = unit.note(Visits)
+        return self if note is None else replace(self, slices=note.count)
 
 
 @dataclass(frozen=True)
@@ -276,7 +282,7 @@ def layer_passes(
             found.append(_norms(unit, tokens=tokens, width=model.width, batch=batch, cutting=cutting))
             continue
         of_experts = unit.note(WholeExperts) is not None  # each once, by whole matrices
-        cut = Cutting() if whole or of_experts else cutting
+        cut = Cutting() if whole or of_experts else cutting.of(unit)
         passes = unit_passes(unit, tokens=tokens, batch=batch, cutting=cut, experts=model.experts, numerics=numerics)
         if not has_attention and model.attention_width:
             has_attention = True
@@ -324,6 +330,7 @@ def head_passes(model: FoldedModel, *, batch: MicroBatch, cutting: Cutting) -> P
     head = model.head
     if head is None:
         return Passes(Work.of(), Work.of(), Work.of())
+    cutting = cutting.of(head)
     matrix = next(w for w in head.weights if len(w.shape) == 2)
     tokens = batch.num_rows * batch.num_tokens
     outer, inner = matrix.shape[0] / (cutting.interior * cutting.slices), matrix.shape[1] / cutting.features

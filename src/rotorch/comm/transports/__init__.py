@@ -43,7 +43,7 @@ def make_ring(
     buffering: str = "out_of_place",
     ahead: int = 1,
     num_hosts: int = 2,
-    num_visits: int | None = None,
+    num_visits: Sequence[int] = (),
     flat_chunks: Sequence[Sequence[Sequence[FlatChunk]]] = (),
 ) -> Ring:
     """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
@@ -63,7 +63,7 @@ def make_ring(
             memory there is nothing to buffer.
         ahead: fetches under way while a slice is computed with, over messages out of place.
         num_hosts: number of hosts that "hierarchical" was asked for.
-        num_visits: over messages out of place, visits of a pass, if fewer than ranks; see grouped.py.
+        num_visits: over messages out of place, visits of each item, if several slices come at once; see grouped.py.
         flat_chunks: of each slice then, `flat_chunks[item][index]`.
 
     Raises:
@@ -138,9 +138,10 @@ def make_ring(
         logger.warning(no_shared_memory)
     if buffering == "in_place":
         return HoppingRing(setup, wire=wire)
-    if num_visits is not None and num_visits < mesh.size():
+    setup = replace(setup, numels=numels_in_parts or numels)
+    if num_visits:
         return GroupedRing(setup, num_visits=num_visits, flat_chunks=flat_chunks, wire=wire, ahead=ahead)
-    return SendReceiveRing(replace(setup, numels=numels_in_parts or numels), wire=wire, ahead=ahead)
+    return SendReceiveRing(setup, wire=wire, ahead=ahead)
 
 
 def _over_hosts(

@@ -4,7 +4,8 @@
     Of n ranks each n/g neighbours are a group; a pass has g visits. In each, all slices of one group come at once, from
     each rank of that group its own, and lie side by side: the elements of one weight next to each other, so that
     products see one larger slice. The order of groups is that of slices on a ring of g. Of its own group, too, a rank
-    receives the others' slices; its own it copies beside them.
+    receives the others' slices; its own it copies beside them. Each item has a number of visits of its own, and a slot
+    room for the largest visit of any: small items come in few visits (core/visits_by_size.py).
 
 [Note: the way home]
     A group's gradient hops from group to group, between the ranks that have the same number in theirs. So when a rank
@@ -52,41 +53,78 @@ class _Arriving:
     exchange: Exchange
 
 
+@dataclass(frozen=True)
+class _Groups:
+    """The groups of an item's slices, as one rank sees them.
+
+    Attributes:
+        count: groups, and visits of a pass.
+        per_visit: slices of a group.
+        own: this rank's group.
+        forward, backward: orders of groups.
+        numels: elements of each visit.
+        chunks: of each slice, the runs of its elements.
+    """
+
+    count: int
+    per_visit: int
+    own: int
+    forward: Sequence[int]
+    backward: Sequence[int]
+    numels: Sequence[int]
+    chunks: Sequence[Sequence[FlatChunk]]
+
+    @classmethod
+    def of(cls, numels: Sequence[int], *, count: int, chunks: Sequence[Sequence[FlatChunk]], position: int) -> _Groups:
+        per_visit = len(numels) // count
+        own = position // per_visit
+        return cls(
+            count,
+            per_visit,
+            own,
+            [(own - i) % count for i in range(count)],
+            [(own + 1 + j) % count for j in range(count)],
+            [sum(numels[k * per_visit : (k + 1) * per_visit]) for k in range(count)],
+            chunks,
+        )
+
+    def order(self, *, backward: bool) -> Sequence[int]:
+        return self.backward if backward else self.forward
+
+    def ranks(self, group: int) -> range:
+        return range(group * self.per_visit, (group + 1) * self.per_visit)
+
+
 class GroupedRing(SendReceiveRing):
     """See the module's notes.
 
     Args:
         setup: ranks and slices.
-        num_visits: visits of a pass; a divisor of the number of ranks.
+        num_visits: of a pass of each item; divisors of the number of ranks.
         flat_chunks: of each slice, `flat_chunks[item][index]`.
         wire: form in which slices travel, the same in which they visit.
         ahead: groups under way while one is computed with. More than one if slices travel as they are at home.
     """
 
-    takes_parts = False
-
     def __init__(
         self,
         setup: RingSetup,
         *,
-        num_visits: int,
+        num_visits: Sequence[int],
         flat_chunks: Sequence[Sequence[Sequence[FlatChunk]]],
         wire: Wire | None = None,
         ahead: int = 1,
     ) -> None:
         if wire is not None and wire.packs:
             raise AssertionError("packed slices do not visit side by side")
-        per_visit = setup.mesh.size() // num_visits
-        room = per_visit * max((max(n) for n in setup.numels), default=0)
+        size = setup.mesh.size()
+        room = max((size // count * max(n) for n, count in zip(setup.numels, num_visits, strict=True)), default=0)
         super().__init__(setup, wire=wire, ahead=ahead, room=room)
-        self._num_visits, self._per_visit, self._flat_chunks = num_visits, per_visit, flat_chunks
-        self._group = self.position // per_visit
-        self._forward_order = [(self._group - i) % num_visits for i in range(num_visits)]
-        self._backward_order = [(self._group + 1 + j) % num_visits for j in range(num_visits)]
-        self._ahead = FetchesAhead(Passes(size=num_visits, all_come=True), most=ahead, post=self._post)
-        self._visit_numels = [
-            [sum(of_item[k * per_visit : (k + 1) * per_visit]) for k in range(num_visits)] for of_item in self.numels
+        self._groups = [
+            _Groups.of(numels, count=count, chunks=chunks, position=self.position)
+            for numels, count, chunks in zip(self.numels, num_visits, flat_chunks, strict=True)
         ]
+        self._ahead = FetchesAhead(Passes(size=size, num_visits=num_visits), most=ahead, post=self._post)
         self._arriving: _Arriving | None = None
 
     def stays(self, visit: Visit) -> bool:
@@ -98,44 +136,46 @@ class GroupedRing(SendReceiveRing):
             self._arriving.exchange.wait()
             self._arriving = None
 
-    def _ranks_of(self, group: int) -> range:
-        return range(group * self._per_visit, (group + 1) * self._per_visit)
-
     # ------------------------------------------------------------- weights
 
-    def _comes_from(self, index: int) -> int | None:
+    def _order_of(self, item: int, *, backward: bool) -> Sequence[int]:
+        return self._groups[item].order(backward=backward)
+
+    def _comes_from(self, item: int, index: int) -> int | None:
         # The first of several: a wait names one rank. In groups of one, nobody sends this rank its own group.
-        return next((rank for rank in self._ranks_of(index) if rank != self.position), None)
+        return next((rank for rank in self._groups[item].ranks(index) if rank != self.position), None)
 
     def _arrive(self, this: Pass, step: int, index: int) -> Tensor:
-        slot = self._fetched(this, step)[: self._visit_numels[this.item][index]]
-        if index == self._group:  # the neighbours' slices have come beside it; nobody sends this rank its own
+        groups = self._groups[this.item]
+        slot = self._fetched(this, step)[: groups.numels[index]]
+        if index == groups.own:  # the neighbours' slices have come beside it; nobody sends this rank its own
             home = self._home_weights[this.item]
-            for chunk in self._flat_chunks[this.item][self.position]:
+            for chunk in groups.chunks[self.position]:
                 self._wire.visit(_at_home(home, chunk), _in_visit(slot, chunk))
         return slot
 
     def _post(self, target: Pass, step: int) -> Fetch:
         """Starts the messages of one visit: this rank's slice to all ranks of a group, another one's slices here."""
-        g, flat_chunks = self._num_visits, self._flat_chunks[target.item]
-        group = self.order(backward=target.backward)[step]
+        groups = self._groups[target.item]
+        g, own, chunks = groups.count, groups.own, groups.chunks
+        group = groups.order(backward=target.backward)[step]
         # The group whose order has this one at the same step: every rank posts the sends that its readers now wait for.
-        readers = (self._group - 1 - step) % g if target.backward else (self._group + step) % g
+        readers = (own - 1 - step) % g if target.backward else (own + step) % g
         number = self._num_fetches
         self._num_fetches += 1
         memory, outgoing = self._slot_of(number), self._outgoing(target.item)
         exchange = Exchange(
             receives=[
                 (_in_visit(memory, chunk), source)
-                for source in self._ranks_of(group)
+                for source in groups.ranks(group)
                 if source != self.position
-                for chunk in flat_chunks[source]
+                for chunk in chunks[source]
             ],
             sends=[
                 (_at_home(outgoing, chunk), reader)
-                for reader in self._ranks_of(readers)
+                for reader in groups.ranks(readers)
                 if reader != self.position
-                for chunk in flat_chunks[self.position]
+                for chunk in chunks[self.position]
             ],
             group=self._weight_group,
         )
@@ -144,28 +184,28 @@ class GroupedRing(SendReceiveRing):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        return self._travelling(item, visit, self._visit_numels[item][visit.index], wait=wait)
+        return self._travelling(item, visit, self._groups[item].numels[visit.index], wait=wait)
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        slot, other = visit.number % 2, (visit.number + 1) % 2
+        groups, slot, other = self._groups[item], visit.number % 2, (visit.number + 1) % 2
         self._release(other)  # it receives next: what it sent for the visit before must have left
-        if visit.number < self._num_visits - 1:
-            numels, arriving = self._visit_numels[item], (visit.index + 1) % self._num_visits
+        if visit.number < groups.count - 1:
+            numels, arriving = groups.numels, (visit.index + 1) % groups.count
             # As far as a group is long: to the rank with this one's number in the group before.
-            self._hop(slot, numels[visit.index], numels[arriving], distance=self._per_visit)
+            self._hop(slot, numels[visit.index], numels[arriving], distance=groups.per_visit)
             return
         # The last visit, of the own group: the slot has its gradient with all parts of ranks of this rank's number.
-        neighbours = [rank for rank in self._ranks_of(self._group) if rank != self.position]
+        neighbours = [rank for rank in groups.ranks(groups.own) if rank != self.position]
         self._hops[slot] = exchange = Exchange(
             receives=[
                 (_at_home(part, chunk), rank)
                 for part, rank in zip(self._parts(item, other), neighbours, strict=True)
-                for chunk in self._flat_chunks[item][self.position]
+                for chunk in groups.chunks[self.position]
             ],
             sends=[
                 (_in_visit(self._gradient_slots[slot], chunk), rank)
                 for rank in neighbours
-                for chunk in self._flat_chunks[item][rank]
+                for chunk in groups.chunks[rank]
             ],
             group=self._gradient_group,
         )
@@ -174,7 +214,7 @@ class GroupedRing(SendReceiveRing):
 
     def _parts(self, item: int, slot: int) -> tuple[Tensor, ...]:
         """Room in a gradient slot for one home slice from each neighbour."""
-        numel, others = self.numels[item][self.position], self._per_visit - 1
+        numel, others = self.numels[item][self.position], self._groups[item].per_visit - 1
         memory = self._gradient_slots[slot]
         return tuple(memory[i * numel : (i + 1) * numel] for i in range(others))
 
@@ -192,10 +232,10 @@ class GroupedRing(SendReceiveRing):
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return
-        item = arriving.item
-        self._await_gradient(arriving.exchange, item, self._group)
+        item, groups = arriving.item, self._groups[arriving.item]
+        self._await_gradient(arriving.exchange, item, groups.own)
         home, own = self._home_gradients[item], self._gradient_slots[arriving.slot]
-        for chunk in self._flat_chunks[item][self.position]:
+        for chunk in groups.chunks[self.position]:
             target, part = _at_home(home, chunk), _in_visit(own, chunk)
             # `fresh` as that pass found it: the ring's own flag has been cleared at its end.
             target.copy_(part) if arriving.fresh else target.add_(part)

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -31,12 +31,12 @@ class Passes:
     """The passes of this step so far, and the expected ones; steps with and without gradients are kept apart.
 
     Args:
-        size: ranks on the ring, or visits of a pass.
-        all_come: every visit brings something; else a rank's own slice is used at home.
+        size: ranks on the ring.
+        num_visits: of a pass of each item, where every visit brings something; else a rank's own slice is used at home.
     """
 
-    def __init__(self, *, size: int, all_come: bool = False) -> None:
-        self._size, self._all_come = size, all_come
+    def __init__(self, *, size: int, num_visits: Sequence[int] = ()) -> None:
+        self._size, self._num_visits = size, num_visits
         self._now: list[Pass] = []
         self._before: dict[bool, list[Pass]] = {}
         self._as_before = True
@@ -66,7 +66,7 @@ class Passes:
 
         A rank's own slice is the first in forward and the last in backward.
         """
-        if self._size == 1 and not self._all_come:
+        if self._size == 1 and not self._num_visits:
             return
         if this.fetch:
             yield from ((this, later) for later in self._fetches(this) if later > step)
@@ -78,8 +78,8 @@ class Passes:
 
     def _fetches(self, of: Pass) -> range:
         """The visits of a pass for which something is fetched."""
-        if self._all_come:
-            return range(self._size)
+        if self._num_visits:
+            return range(self._num_visits[of.item])
         # The own slice is used at home: it is the first in forward and the last in backward.
         return range(self._size - 1) if of.backward else range(1, self._size)
 

@@ -112,8 +112,8 @@ class SendReceiveRing(MessageRing):
         this = Pass(item, backward, fetch)
         self._ahead.passes.enter(this)
         here = self._at_slices(item, backward=backward)
-        for number, index in enumerate(self.order(backward=backward)):
-            source = self._comes_from(index)
+        for number, index in enumerate(self._order_of(item, backward=backward)):
+            source = self._comes_from(item, index)
             if fetch and source is not None:
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=source)
             weights = self._arrive(this, number, index) if fetch else None
@@ -123,8 +123,12 @@ class SendReceiveRing(MessageRing):
         if backward:
             self.fresh[item] = False
 
-    def _comes_from(self, index: int) -> int | None:
-        """Position of a rank that sends this one what visit `index` needs; None if nothing comes."""
+    def _order_of(self, item: int, *, backward: bool) -> Sequence[int]:
+        """This rank's order of an item's visits."""
+        return self.order(backward=backward)
+
+    def _comes_from(self, item: int, index: int) -> int | None:
+        """Position of a rank that sends this one what visit `index` of an item needs; None if nothing comes."""
         return None if index == self.position else index
 
     def _arrive(self, this: Pass, step: int, index: int) -> Tensor:

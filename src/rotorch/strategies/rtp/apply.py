@@ -29,6 +29,7 @@ from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
 from rotorch.core.row_parts import RowParts
 from rotorch.core.spec import Unit, UnitKind, Weight
+from rotorch.core.visits_by_size import visits_of
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.early_sums import Part, SumLater, in_runs
@@ -247,9 +248,10 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
     strategy: RTP = setup.strategy
     parameters, size = dict(setup.module.named_parameters()), strategy.size
     in_place = _one_by_one(visiting, sites=setup.sites, heads=heads)
-    grouped = strategy.num_visits < size
+    grouped = strategy.visits is not None and size > 1
     slices = [
-        FlatSlices(u.weights, num_slices=size, num_visits=strategy.num_visits, cut_first=grouped) for u in visiting
+        FlatSlices(unit.weights, num_slices=size, num_visits=visits_of(unit, num_slices=size), cut_first=grouped)
+        for unit in visiting
     ]
     in_parts = [s.in_parts(u.note(RowParts)) for u, s in zip(visiting, slices, strict=True)]
     side_by_side = [FlatSlices(u.weights, num_slices=size, side_by_side=True) for u in in_place]
@@ -261,7 +263,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
         strategy.transport,
         mesh=setup.mesh,
         numels=[s.home.numels for s in slices],
-        numels_in_parts=[part.numels for parts in in_parts for part in parts],
+        numels_in_parts=[part.home.numels for parts in in_parts for part in parts],
         numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
         dtype=_one_dtype(visiting, parameters),
         device=setup.device,
@@ -270,8 +272,10 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
         buffering=strategy.buffering,
         ahead=strategy.ahead,
         num_hosts=strategy.hosts,
-        num_visits=strategy.num_visits,
-        flat_chunks=[list(map(s.flat_chunks, range(size))) for s in slices] if grouped else (),
+        num_visits=[part.num_visits for parts in in_parts for part in parts] if grouped else (),
+        flat_chunks=[[part.flat_chunks(k) for k in range(size)] for parts in in_parts for part in parts]
+        if grouped
+        else (),
     )
     if ring.gives_whole:
         found = zip(in_place, side_by_side, ([s] for s in side_by_side), strict=True)

@@ -87,6 +87,7 @@ from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import OneAxis, Strategy
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
+from rotorch.core.visits_by_size import visits_of, with_visits
 from rotorch.core.whole_experts import check_whole_experts, with_whole_experts
 from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
 
@@ -114,9 +115,10 @@ class RTP(OneAxis):
         ahead: messages under way while a slice is computed with, 1 to 4. 2 takes one more slot, and pays between two
             hosts whose link takes about as long as their compute (docs/lab_log.md); not where slices are converted,
             packed or replace each other.
-        visits: number of visits in which the slices of a unit come, over messages out of place; it divides `size`,
-            which it is by default. Fewer are larger: `size / visits` slices lie side by side in a slot, and are one
-            product.
+        visits: number of visits in which the slices of a layer's largest unit come, over messages out of place; it
+            divides `size`. `size / visits` slices lie side by side in a slot, and are one product. Smaller units come
+            in as few visits as fit into the same slots, and tables in more (core/visits_by_size.py). By default every
+            slice comes by itself.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
@@ -160,11 +162,6 @@ class RTP(OneAxis):
         return self
 
     @property
-    def num_visits(self) -> int:
-        """Visits of a pass."""
-        return self.visits or self.size
-
-    @property
     def recomputes_units(self) -> bool:
         """True if backward runs units again, a slice at a time."""
         return self.recompute in ("all_but_attention", "slice")
@@ -200,13 +197,16 @@ class RTP(OneAxis):
             unlimited = self.model_copy(update={"memory": None, "transport": transport})
             chosen = with_whole_units(held, strategy=unlimited, axis="rtp", memory=self.memory)
             held = replace(chosen, units=tuple(_uncut(unit) if is_whole(unit) else unit for unit in chosen.units))
+        if self.visits is not None and self.size > 1:
+            by_size = not self.recomputes_units
+            return with_visits(held, num_slices=self.size, most=self.visits, by_size=by_size)
         return with_row_parts(held, num_slices=self.size) if self._visit_in_parts else held
 
     @property
     def _visit_in_parts(self) -> bool:
         """True if tables visit in parts where slices are messages, each in a slot of its own."""
         by_messages = self.transport in ("auto", "send_receive") and self.buffering == "out_of_place"
-        return by_messages and self.num_visits == self.size > 1
+        return by_messages and self.size > 1
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
@@ -217,7 +217,9 @@ class RTP(OneAxis):
         home, largest = slices[position], max(map(max, parts))
         # The ring's memory is in one piece: borrowed weights and their gradients keep a permanent slot.
         kept = 2 * home if in_stage(unit).borrowed else 0
-        slots = self._slots_bytes(largest, itemsize=unit.weights[0].itemsize)
+        visits = visits_of(unit, num_slices=n)
+        m = n // visits  # slices that come at once
+        slots = self._slots_bytes(largest, together=m, itemsize=unit.weights[0].itemsize)
         if self.transport == "shared_memory" or n == 1:
             return Layout(resident_bytes=home, transient_bytes=slots, slots_bytes=slots, padding_bytes=kept)
         messages = [sum(self._message_bytes(p, itemsize=unit.weights[0].itemsize) for p in each) for each in parts]
@@ -239,10 +241,10 @@ class RTP(OneAxis):
             own = self._num_flat_chunks(unit, position)
             numbers = ((n - 1) * own * unit.uses, (n - 1) * own * self._reads_in_backward(unit))
             hops = (n - 1) * self.num_parts(unit)
-            if (m := n // self.num_visits) > 1:
+            if m > 1:
                 first = position // m * m
                 neighbours = sum(self._num_flat_chunks(unit, k) for k in range(first, first + m) if k != position)
-                hops = self.num_visits - 1 + neighbours
+                hops = visits - 1 + neighbours
         in_backward += hopped * num_hops
         transfers = (
             Transfer(Kind.SEND, "rtp", Phase.FORWARD, in_forward, in_forward, numbers[0]),
@@ -257,6 +259,7 @@ class RTP(OneAxis):
             transfers=transfers,
             slots_bytes=slots,
             padding_bytes=padding + kept,
+            outbox_bytes=self._outbox_bytes(largest, itemsize=unit.weights[0].itemsize),
         )
 
     def keeps_copies(self, unit: Unit) -> bool:
@@ -279,8 +282,13 @@ class RTP(OneAxis):
             return fp8_bytes(slice_bytes // itemsize)
         return self._visiting_bytes(slice_bytes, itemsize=itemsize)
 
-    def _slots_bytes(self, largest: int, *, itemsize: int) -> int:
-        """All buffers that slices and gradients pass through, shared by all units."""
+    def _outbox_bytes(self, largest: int, *, itemsize: int) -> int:
+        """The buffer in which slices are converted or packed to be sent."""
+        by_messages = self.size > 1 and self.transport in ("auto", "send_receive")
+        return self._message_bytes(largest, itemsize=itemsize) if by_messages and self._copies_travel(itemsize) else 0
+
+    def _slots_bytes(self, largest: int, *, together: int, itemsize: int) -> int:
+        """All buffers that slices and gradients pass through, shared by all units; `together` slices come at once."""
         visiting = self._visiting_bytes(largest, itemsize=itemsize)
         message = self._message_bytes(largest, itemsize=itemsize)
         unpacked = visiting if self.wire == "fp8" else 0
@@ -297,12 +305,12 @@ class RTP(OneAxis):
         if self._in_place:
             hops = bounce_bytes(message) + largest + bounce_bytes(largest) if travels else 0
             return to_send + unpacked + hops
-        m, at_once = self.size // self.num_visits, 1 if self.wire == "fp8" else self.ahead + 1
-        return m * (at_once * message + (2 * largest if travels else 0)) + unpacked + to_send
+        under_way = 1 if self.wire == "fp8" else self.ahead + 1
+        return together * (under_way * message + (2 * largest if travels else 0)) + unpacked + to_send
 
     def _num_flat_chunks(self, unit: Unit, index: int) -> int:
         """Messages that carry a slice: one per part, or one per block of each weight where slices lie side by side."""
-        if self.num_visits == self.size:
+        if visits_of(unit, num_slices=self.size) == self.size:
             return self.num_parts(unit)
         found = (
             r
@@ -380,7 +388,7 @@ class RTP(OneAxis):
             if self.wire is not None
             else ""
         )
-        if idle and self.visits < self.size:
+        if idle:
             raise ConfigError(
                 f"{self.kind}: visits={self.visits} brings several slices into one slot, and {idle} brings them one by "
                 f"one. Write {self.kind}={self.size}[visits={self.visits},transport=send_receive], or leave visits out"
