@@ -25,15 +25,17 @@ PIPELINES = {
     ("pp=2[schedule=zb_h1]", "llama"),
     ("pp=2,rtp=2", "llama"),
     ("pp=2,fsdp=2", "llama"),
-    ("pp=2,atp=1x2", "llama"),
     ("pp=2,tesseract=1x1x2", "llama"),
     ("pp=2,fsdp=2,megatron=2[sequence_parallel=true]", "qwen3"),
-    ("pp=2,rtp=2,megatron=2", "gemma2"),
     ("zeropp=2x2", "gemma2"),
     ("zeropp=2x1,rtp=2", "qwen3"),
     ("ddp=2,zeropp=2x1", "gpt_neox"),
 }
-"""Of pipelines, what says most: most of them is one code, `hold/pipeline.py`, on four ranks."""
+"""Of pipelines, what says most: most of them is one code, `hold/pipeline.py`, on four ranks.
+
+tests/strategies/test_pipelines.py has stages around the other grid, and of stages whose ranks share slices of slices
+one composition says what the others do.
+"""
 
 
 THREE_DIMS = {
@@ -214,25 +216,31 @@ def table() -> list[tuple[str, str]]:
 
 ELSEWHERE = {
     *SHARED_SEQUENCES,  # tests/strategies/test_context.py has more models
-    ("rtp=4[transport=send_receive,visits=2]", "gpt_neox"),  # tests/strategies/test_rtp_visits.py
+    ("rtp=3[transport=send_receive,visits=1]", "llama"),  # tests/strategies/test_rtp_visits.py
+    ("rtp=4[transport=send_receive,visits=2]", "gpt_neox"),
     # tests/conformance/test_buffering.py has all that a ring does again, over each transport.
+    ("rtp=3[transport=send_receive]", "llama"),
     ("rtp=3[recompute=none,transport=shared_memory]", "llama"),
     ("rtp=3[recompute=slice,transport=shared_memory]", "llama"),
+    ("rtp=3[recompute=all_but_attention,transport=send_receive,buffering=in_place]", "llama"),
     ("osdp=3[memory=4700KiB]", "llama"),  # uneven as with its inner strategy, which is here
-    ("osdp=2[memory=4500KiB,inner=fsdp]", "qwen3"),  # tied as without
-    ("tesseract=2x2x1", "llama"),  # over messages, and of tied weights
+    ("tesseract=2x2x1", "llama"),  # of tied weights
+    ("tesseract=2x2x1[transport=messages]", "llama"),  # tests/strategies/test_grids.py; here they run along a depth
     ("atp=2x2", "llama"),  # in the other order, and of tied weights
-    ("rtp=1", "llama"),  # among the invariants, in float32
-    ("ddp=3", "qwen3"),  # the same, of two ranks
-    # Among the invariants, too: when blocks are computed or gathered is no matter of precision, and in float64 each
+    # Among the invariants, too, in float32: when blocks are computed is no matter of precision, and in float64 each
     # part of a composition is here by itself, or in another one.
+    ("rtp=1", "llama"),
     ("single[recompute=block]", "llama"),
     ("ddp=3[recompute=block]", "llama"),
-    ("fsdp=3[recompute=block]", "llama"),
-    ("fsdp=3[reshard=false]", "llama"),
     ("osdp=2[memory=4500KiB]", "qwen3"),
+    ("osdp=2[memory=4500KiB,inner=fsdp]", "qwen3"),
+    ("rtp=2", "gpt2"),
+    ("rtp=2[experts=whole]", "mixtral"),
+    ("pp=2,ep=2", "mixtral"),
     ("ddp=2,rtp=2", "llama"),
-    ("pp=2,rtp=2", "llama"),
+    ("pp=2,rtp=2", "llama"),  # here with whole experts
+    ("rtp=2,megatron=2", "llama"),  # here of GPT-2
+    ("ddp=2,fsdp=2", "llama"),  # tests/strategies/test_replicas.py has replicas of shards
     ("ddp=2,summa=2x2", "llama"),  # tests/strategies/test_zero_over_depth.py has replicas of a grid
     ("ddp=2,tesseract=1x1x2", "llama"),
     ("ddp=2,megatron=2", "llama"),  # tests/strategies/test_sequence_parallel.py has replicas of it
@@ -243,8 +251,9 @@ ELSEWHERE = {
 def says_new(layout: str, model: str) -> bool:
     """True if loss and gradients of a pair of `more` say what those of others do not.
 
-    Each strategy is held against every model, on one to four ranks; of compositions one model is enough, since each of
-    their parts is examined by itself; of combinations of options those are, between which every value of each is.
+    Each strategy is held on one rank and on two, and against every model if it cuts computation, too; if ranks run the
+    whole model, tied weights are among the invariants, and uneven cuts among the options. Of compositions one model is
+    enough, since each of their parts is examined by itself; of options the layouts that change one of them are.
     """
     if (layout, model) in ELSEWHERE:
         return False
@@ -257,39 +266,40 @@ def says_new(layout: str, model: str) -> bool:
     if len(strategies) > 1:
         return model == MODELS[0]
     if "[" in layout:
-        return not _repeats_options(strategies[0])
+        return strategies[0].model_dump() in one_by_one(type(strategies[0]))
     if is_grid(kind):
         # A depth beside sides shows on eight ranks, which tests/strategies/test_zero_over_depth.py has.
         return (model == MODELS[0] and size in (2, 4)) or (size, model) == (4, "qwen3")
     # Ranks that run the whole model compute the same on three ranks and on four.
     runs_whole = not strategies[0].cuts_weights or strategies[0].gathers_weights
-    telling = {(2, "gpt_neox"), (3, "qwen3")} | (set() if runs_whole else {(4, "gemma2")})
+    telling = {(2, "gpt_neox")} | (set() if runs_whole else {(3, "qwen3"), (4, "gemma2")})
     return size == 1 or (size, model) in telling
 
 
 EXAMINED = {
     ("rtp=1", "llama"),
-    ("rtp=2[context=2]", "qwen3"),
-    ("rtp=4[transport=send_receive,visits=2,recompute=slice,ahead=2]", "qwen3"),
     ("osdp=2[memory=4500KiB]", "qwen3"),
-    ("osdp=3[memory=4700KiB,inner=fsdp]", "llama"),
-    ("rtp=3[recompute=slice,transport=send_receive,experts=whole]", "mixtral"),
-    ("ep=3[recompute=block]", "mixtral"),
-    ("pp=2,ep=2", "mixtral"),
-    ("rtp=3[transport=send_receive,recompute=slice]", "gpt2"),
-    ("atp=1x2", "llama"),
-    ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
-    ("pp=2,rtp=2", "llama"),
-    ("fsdp=2,megatron=2", "qwen3"),  # shards of slices
+    ("osdp=2[memory=4500KiB,inner=fsdp]", "qwen3"),
+    ("rtp=2[experts=whole]", "mixtral"),
+    ("rtp=2", "gpt2"),
+    ("ddp=2,rtp=2", "llama"),  # replicas around another strategy are shown around rotation
+    ("pp=2,ep=2", "mixtral"),  # stages around one, and tokens that travel
     ("rtp=2,megatron=2", "qwen3"),  # slices of parts
 }
-"""Of the invariants, beside each strategy alone and each value of its options."""
+"""Of the invariants, beside each strategy alone and each value of its options.
+
+Of slices that visit together tests/strategies/test_rtp_visits.py has bytes and a step that breaks off; of sequences
+that ranks share tests/strategies/test_context.py has gradients and calls without any; of shards of slices
+tests/strategies/test_fsdp_around.py has gradients, bytes at rest, and a pass that breaks off.
+"""
 
 
 def says_new_of_invariants(layout: str, model: str) -> bool:
     """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough.
 
-    Of grids those with equal sides are; of the others the options are examined, which show a depth.
+    Each strategy is examined on its fewest ranks, and its options together. They hold whatever the options are, so
+    what breaks with one of them breaks beside others too. A depth shows in options of a grid, which then is not
+    examined without.
     """
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
@@ -301,18 +311,15 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     if is_pipeline(kind):
         return "[" not in layout and (size, model) == (2, "qwen3")
     if "[" in layout:
-        return not _repeats_options(strategies[0]) and not _is_plain_grid(strategies[0])
+        return strategies[0].model_dump() in _examined_options(type(strategies[0]))
     if is_grid(kind):
-        return (size, model) == (4, "llama") and strategies[0].size_fields == ("rows", "columns")
+        return (layout, model) == (smallest(kind), "llama") and not _examined_options(type(strategies[0]))
     return (size, model) == (2, "qwen3") or (kind, model) == ("single", "llama")
 
 
-def _is_plain_grid(strategy: Strategy) -> bool:
-    return is_grid(strategy.kind) and not getattr(strategy, "zero", False)
-
-
-def _repeats_options(strategy: Strategy) -> bool:
-    return strategy.model_dump() not in telling(type(strategy))
+def _examined_options(strategy: type[Strategy]) -> list[dict[str, object]]:
+    """Fields of a strategy with the options that are examined: of a grid, what is cut over its depth."""
+    return [fields for fields in together(strategy) if not is_grid(strategy.kind) or fields.get("zero")]
 
 
 def for_options(strategy: type[Strategy], chosen: dict[str, object] | None = None) -> dict[str, int]:
@@ -327,19 +334,42 @@ def for_options(strategy: type[Strategy], chosen: dict[str, object] | None = Non
     return {name: sizes[name] for name in strategy.size_fields}
 
 
-def telling(strategy: type[Strategy]) -> list[dict[str, object]]:
+def one_by_one(strategy: type[Strategy]) -> list[dict[str, object]]:
     """Fields of a strategy in its layouts of `table` that change one option, and of some more.
 
     Between them they have every value of each option.
     """
     size = for_options(strategy)
-    every = [strategy(**for_options(strategy, chosen), **chosen).model_dump() for chosen in options(strategy)]
     default = strategy(**size).model_dump()
     # Ranks of tests share a host, so it is what "auto" takes, on grids with every option.
-    shared = [fields for fields in every if fields.get("transport") == "shared_memory"]
-    every = [fields for fields in every if not (is_grid(strategy.kind) and fields in shared)]
-    kept = [fields for fields in every if len(fields.items() - default.items()) == 1 and fields not in shared]
-    left = {item for fields in every for item in fields.items()} - {item for fields in kept for item in fields.items()}
+    every = [fields for fields in _with_options(strategy) if not (is_grid(strategy.kind) and _shares(fields))]
+    kept = [fields for fields in every if len(fields.items() - default.items()) == 1 and not _shares(fields)]
+    return _covering(every, kept, {item for fields in every for item in fields.items()})
+
+
+def together(strategy: type[Strategy]) -> list[dict[str, object]]:
+    """Fields of a strategy in few layouts of `table` that have between them every value that is not its default."""
+    size = for_options(strategy)
+    every = _with_options(strategy)
+    default = strategy(**size).model_dump() | {"transport": "shared_memory"}  # what "auto" takes on one host
+    left = {item for fields in every for item in fields.items() if item[0] not in size} - default.items()
+    return _covering(every, [], left)
+
+
+def _with_options(strategy: type[Strategy]) -> list[dict[str, object]]:
+    return [strategy(**for_options(strategy, chosen), **chosen).model_dump() for chosen in options(strategy)]
+
+
+def _shares(fields: dict[str, object]) -> bool:
+    return fields.get("transport") == "shared_memory"
+
+
+def _covering(
+    every: list[dict[str, object]], kept: list[dict[str, object]], items: set[tuple[str, object]]
+) -> list[dict[str, object]]:
+    """Adds to those that are kept, until they have all items, what has most of the others."""
+    kept = list(kept)
+    left = items - {item for fields in kept for item in fields.items()}
     while left:
         kept.append(max(every, key=lambda fields: len(left & fields.items())))
         left -= kept[-1].items()

@@ -44,14 +44,24 @@ WAYS = (
 ALL_BUT_ATTENTION = "all_but_attention"  # picks operations, which a graph has none of
 
 
-QUICK = (("none", 1), ("head", 1), (ALL_BUT_ATTENTION, 1), ("slice", 4))
-"""Of four micro-batches steps take four times as long."""
+EACH = (("none", 1), ("head", 1), (ALL_BUT_ATTENTION, 1), ("slice", 4))
+QUICK = {
+    ("float64", *WAYS[0]): (("none", 1), (ALL_BUT_ATTENTION, 1)),
+    ("float64", *WAYS[1]): (("head", 1), (ALL_BUT_ATTENTION, 1)),
+    ("float64", *WAYS[2]): EACH,
+    ("bfloat16", *WAYS[2]): (("none", 1), ("slice", 4)),
+}
+"""Each value where slices come in place; of the rest two. Of four micro-batches steps take four times as long."""
 
 
 def cells(*, compile, quick=None):
+    """Of each way, or those of `quick`."""
     recompute = ("none", "head", *(() if compile else (ALL_BUT_ATTENTION,)), "slice")
-    every = list(product(recompute, (1, 4)))
-    return every if quick is None else [cell for cell in every if (cell in QUICK) == quick]
+    return list(product(recompute, (1, 4))) if quick is None else list(quick)
+
+
+def not_quick(way):
+    return [cell for cell in cells(compile=False) if cell not in QUICK.get(way, ())]
 
 
 @pytest.fixture(scope="module")
@@ -158,28 +168,23 @@ def measured(warm, config, expected):
     def of(precision, transport, buffering, compile, quick=None):
         args = (config, expected[precision], precision, transport, buffering, compile, quick)
         by_rank = run_ranks(errors, *args, num_ranks=RANKS, timeout_s=900 if compile else 400)
-        return {cell: worst_of([found[cell] for found in by_rank]) for cell in cells(compile=compile, quick=quick)}
+        return {cell: worst_of([found[cell] for found in by_rank]) for cell in by_rank[0]}
 
     return of
 
 
 @pytest.mark.parametrize(
-    ("recompute", "accumulation"),
+    ("precision", "transport", "buffering", "recompute", "accumulation"),
     [
-        *cells(compile=False, quick=True),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in cells(compile=False, quick=False)),
-    ],
-)
-@pytest.mark.parametrize(
-    ("precision", "transport", "buffering"),
-    [
-        pytest.param(precision, *way, marks=() if precision == "float64" or way == WAYS[-1] else pytest.mark.slow)
+        pytest.param(precision, *way, *cell, marks=() if cell in QUICK.get((precision, *way), ()) else pytest.mark.slow)
         for precision, way in product(PRECISIONS, WAYS)
+        for cell in cells(compile=False)
     ],
 )
 def test_a_cell_of_the_matrix(measured, bars, precision, transport, buffering, recompute, accumulation):
-    cell = (recompute, accumulation)
-    holds(measured(precision, transport, buffering, False, cell in QUICK)[cell], bars[precision])
+    cell, way = (recompute, accumulation), (precision, transport, buffering)
+    chosen = QUICK.get(way, ())
+    holds(measured(*way, False, chosen if cell in chosen else tuple(not_quick(way)))[cell], bars[precision])
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The same seed and the same global batches give the same losses under every layout: 20 steps of AdamW in float32."""
 
 import pytest
-from layouts import is_grid, of_size, smallest
+from layouts import is_grid, is_pipeline, of_size, smallest
 
 import rotorch
 from rotorch.models.describe import describe
@@ -13,11 +13,11 @@ from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import fill, plain_config
 
 NUM_STEPS, SEED = 20, 3
-BLOCKS = [kind for kind in STRATEGIES if is_grid(kind)]
-"""Of these one is quick: their weights are DTensors over several axes alike, which takes an optimizer longest."""
-QUICK = ["single", "atp=1x2", *(smallest(kind) for kind in STRATEGIES if kind not in ("single", *BLOCKS))]
+TELLING = [kind for kind, s in STRATEGIES.items() if s.cuts_weights and not is_grid(kind) and not is_pipeline(kind)]
+"""Each way to cut a weight; of blocks and stages fewer steps are quick: tests/conformance/test_float64_parity.py."""
+QUICK = ["single", *(smallest(kind) for kind in TELLING)]
 SLOW = [
-    *(smallest(kind) for kind in BLOCKS if kind != "atp"),
+    *(smallest(kind) for kind in STRATEGIES if kind not in ("single", *TELLING)),
     *(layout for kind in STRATEGIES for size in (1, 3) if (layout := of_size(kind, size)) and layout != kind),
     *(f"{of_size(outer, 2)},{smallest(inner)}" for outer, inner in sorted(COMPOSES)),
 ]
