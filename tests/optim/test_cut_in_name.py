@@ -1,6 +1,7 @@
 """DTensors over parts that torch's placements do not describe: right, or refused in one line."""
 
 import io
+from functools import cache
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from rotorch.shard.in_chunks import CutInName
 from rotorch.testing.fake import as_rank
 from rotorch.testing.ranks import run_ranks
 
-CASES = [("llama", "rtp=3"), ("gpt_neox", "rtp=3"), ("gpt_neox", "megatron=3")]
+QUICK = [("llama", "rtp=3"), ("gpt_neox", "megatron=3")]
+"""Uneven parts, and parts of what is fused."""
+SLOW = [("gpt_neox", "rtp=3")]
+CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 ELEMENT_WISE = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam, one by one": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False, weight_decay=0.1),
@@ -48,11 +52,12 @@ def told(tiny, tmp_path_factory):
     load_step_code(["rtp", "megatron"])
     configs = {name: config_of(tiny(name)) for name in ("llama", "gpt_neox")}
     folder = tmp_path_factory.mktemp("saved")
-    return run_ranks(everything, configs, folder, num_ranks=3)
+    of = cache(lambda *cases: run_ranks(everything, configs, folder, cases, num_ranks=3))
+    return lambda *case: [of_rank[case] for of_rank in of(*(QUICK if case in QUICK else SLOW))]
 
 
-def everything(configs, folder):
-    return {(name, layout): under(configs[name], layout, folder / f"{name}-{layout}") for name, layout in CASES}
+def everything(configs, folder, cases):
+    return {(name, layout): under(configs[name], layout, folder / f"{name}-{layout}") for name, layout in cases}
 
 
 def under(config, layout, folder):
@@ -137,16 +142,16 @@ def _refusal(call):
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_a_gradient_of_the_whole_that_is_cut_is_refused(told, name, layout):
-    for of_rank in told:
-        said = of_rank[name, layout]["of a cut gradient"]
+    for of_rank in told(name, layout):
+        said = of_rank["of a cut gradient"]
         assert said.startswith("full_tensor(grad_placements=[Shard(dim=0)])") and said.endswith("axis of the mesh")
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
 @pytest.mark.parametrize("what", NOT_LOCAL)
 def test_what_needs_more_than_its_elements_is_refused_in_one_line(told, name, layout, what):
-    for of_rank in told:
-        said = of_rank[name, layout]["refused"][what]
+    for of_rank in told(name, layout):
+        said = of_rank["refused"][what]
         assert said is not None and "\n" not in said
         assert "parts are uneven or fused" in said and "rotorch.optim.Muon" in said
 
@@ -156,10 +161,10 @@ def test_what_needs_more_than_its_elements_is_refused_in_one_line(told, name, la
     "what", ["whole", "gathered", "penalty", "finite", "gradients", "computed", "norm", "saved", *ELEMENT_WISE]
 )
 def test_what_passes_is_right(told, name, layout, what):
-    for of_rank in told:
-        assert of_rank[name, layout]["cut"]
+    for of_rank in told(name, layout):
+        assert of_rank["cut"]
         bar = 1e-5 if what == "gradients" else 1e-12  # norms of the model in float32
-        assert of_rank[name, layout][what] < bar
+        assert of_rank[what] < bar
 
 
 def test_a_tensor_that_is_whole_along_one_axis_alone_is_refused(tiny):

@@ -75,7 +75,6 @@ QUICK = {
     ("rtp=3", "gpt_neox"),
     ("tesseract=1x1x3[zero=true]", "llama"),
     ("tesseract=2x2x1", "tied"),
-    ("ddp=2,rtp=2", "llama"),
 }
 """Each strategy, model, option and cut of these once, in three steps; all of them take twenty."""
 CELLS = [
@@ -153,7 +152,7 @@ def test_each_part_goes_to_the_owner_and_comes_back_once(found, steps, num_ranks
     [
         (2, ["rtp=2", "fsdp=2"]),
         pytest.param(2, ["ddp=2", "megatron=2"], marks=pytest.mark.slow),
-        (4, ["tesseract=2x2x1"]),
+        pytest.param(4, ["tesseract=2x2x1"], marks=pytest.mark.slow),
     ],
 )
 def test_an_update_takes_at_most_one_whole_matrix_and_its_gram_matrix(configs, num_ranks, layouts):

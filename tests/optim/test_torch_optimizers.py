@@ -1,6 +1,7 @@
 """Every class of torch.optim over weights of which each rank has a part: as on one process, or refused in one line."""
 
 import inspect
+from functools import cache
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from rotorch.testing.compare import value_errors
 from rotorch.testing.ranks import run_ranks
 
 LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2", "megatron=2")
+QUICK = LAYOUTS[:3]
 CLASSES = {
     name: kind
     for name, kind in vars(torch.optim).items()
@@ -61,10 +63,10 @@ def on_one_process(config):
     return found
 
 
-def everything(config, expected):
+def everything(config, expected, layouts):
     """By layout and class: the largest error, or what is said."""
     found, state = {}, build(config).state_dict()
-    for layout in LAYOUTS:
+    for layout in layouts:
         model = rotorch.parallelize(build(config), layout, device="cpu")
         for name, kind in CLASSES.items():
             model.load_state_dict(state)
@@ -81,13 +83,18 @@ def everything(config, expected):
 def found(tiny):
     config = config_of(tiny("llama"))
     load_step_code(["ddp", "fsdp", "rtp", "megatron"])
-    return run_ranks(everything, config, on_one_process(config), num_ranks=2)
+    expected = on_one_process(config)
+    return cache(lambda *layouts: run_ranks(everything, config, expected, layouts, num_ranks=2))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    # Parts of megatron are those of rtp.
+    [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS if layout not in QUICK)],
+)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_of_torch_is_right_or_refused(found, layout, name):
-    for of_rank in found:
+    for of_rank in found(*(QUICK if layout in QUICK else (layout,))):
         result = of_rank[layout, name]
         if name in NEVER:
             assert NEVER[name] in result
