@@ -111,7 +111,10 @@ def load_whole(path, parallel):
     return whole
 
 
-@pytest.mark.parametrize(("parallel", "num_ranks"), [("single", 1), ("rtp=2", 2), ("rtp=4", 4), ("fsdp=2", 2)])
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"),
+    [("single", 1), ("rtp=2", 2), ("fsdp=2", 2), pytest.param("rtp=4", 4, marks=pytest.mark.slow)],
+)
 def test_every_rank_reads_its_rows(written, warm, parallel, num_ranks):
     path, expected = written
     loaded = run_ranks(load_whole, path, parallel, num_ranks=num_ranks)[0]

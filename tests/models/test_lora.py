@@ -54,7 +54,9 @@ def tune(published, parallel, out):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
-@pytest.mark.parametrize(("parallel", "num_ranks"), [("rtp=2", 2), ("rtp=4", 4), ("fsdp=2", 2)])
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"), [("rtp=2", 2), pytest.param("rtp=4", 4, marks=pytest.mark.slow), ("fsdp=2", 2)]
+)
 def test_ranks_do_as_one_process(published, tmp_path, warm, parallel, num_ranks):
     losses, grads, whole, _, _ = run_ranks(tune, published, "single", None, num_ranks=1)[0]
     found = run_ranks(tune, published, parallel, tmp_path, num_ranks=num_ranks)

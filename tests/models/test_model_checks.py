@@ -163,12 +163,17 @@ class DroppingOut(nn.Module):
         return F.mse_loss(x, torch.ones_like(x))
 
 
-@pytest.mark.parametrize("build", [dropping, DroppingOut])
+ON_SLICES = ("rtp=2[transport=send_receive,recompute=none]", "rtp=2[transport=send_receive,recompute=slice]")
+IN_BLOCKS = ("fsdp=2", "fsdp=2[recompute=block]")
+
+
 @pytest.mark.parametrize(
-    ("kept", "again"),
+    ("kept", "again", "build"),
     [
-        ("rtp=2[transport=send_receive,recompute=none]", "rtp=2[transport=send_receive,recompute=slice]"),
-        ("fsdp=2", "fsdp=2[recompute=block]"),
+        (*ON_SLICES, dropping),
+        (*IN_BLOCKS, DroppingOut),
+        pytest.param(*ON_SLICES, DroppingOut, marks=pytest.mark.slow),
+        pytest.param(*IN_BLOCKS, dropping, marks=pytest.mark.slow),
     ],
 )
 def test_dropout_drops_the_same_when_it_is_computed_again(build, kept, again):
@@ -349,7 +354,7 @@ def mixtral_in_shares():
     return total, {name: p.grad for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "fsdp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("rtp=2", marks=pytest.mark.slow), MESSAGES, "fsdp=2"])
 def test_the_routers_loss_counts_once(layout):
     expected = mixtral_in_shares()
     for found in on_ranks(mixtral, layout):
@@ -469,7 +474,7 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES])
+@pytest.mark.parametrize("layout", ["rtp=2", pytest.param(MESSAGES, marks=pytest.mark.slow)])
 def test_a_causal_model_without_a_plan(layout):
     expected = dense(gpt2, ALL_BATCHES)
     for found in on_ranks(gpt2, layout):
@@ -519,7 +524,7 @@ MOVING = "rtp=3[transport=send_receive]"
     ("build", "layout"),
     [
         (checkpointing, "rtp=2"),
-        (checkpointing, MOVING),
+        pytest.param(checkpointing, MOVING, marks=pytest.mark.slow),
         (checkpointing_reentrant, MOVING),
         (checkpointing, "fsdp=2"),
         pytest.param(checkpointing, "ddp=2", marks=pytest.mark.slow),

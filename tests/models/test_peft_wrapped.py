@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -90,14 +91,32 @@ def warmed():
     describe(wrapped("some layers"))
 
 
-@pytest.mark.parametrize(
-    "layout", [*LAYOUTS[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS[3:])]
-)
-def test_ranks_do_as_one_process(warmed, tmp_path, layout):
-    shares = 1 if layout.startswith("megatron") else 2
+@pytest.fixture(scope="module")
+def of_one_process(warmed, tmp_path_factory):
+    """Returns what one process finds by kind of adapters, of a batch in so many shares, and where it saves them."""
+
+    def each(num_shares, folder):
+        return {adapted: on_one_process(adapted, num_shares, folder / adapted) for adapted in ADAPTED}
+
+    @cache
+    def of(num_shares):
+        folder = tmp_path_factory.mktemp("alone")
+        return run_ranks(each, num_shares, folder, num_ranks=1)[0], folder
+
+    return of
+
+
+def quick(*layouts):
+    """All layouts, of which these are quick; the file has each of the first three somewhere."""
+    return [layout if layout in layouts else pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", quick("rtp=2", "fsdp=2"))
+def test_ranks_do_as_one_process(of_one_process, tmp_path, layout):
+    expected, folder = of_one_process(1 if layout.startswith("megatron") else 2)
     ranks = run_ranks(on_ranks, layout, tmp_path / "ranks", num_ranks=2)
     for adapted in ADAPTED:
-        losses, grads, without, said = run_ranks(on_one_process, adapted, shares, tmp_path / adapted, num_ranks=1)[0]
+        losses, grads, without, said = expected[adapted]
         for found in ranks:
             theirs, their_grads, their_without, they_said, held, (share, num_shares) = found[adapted]
             assert theirs == pytest.approx(losses[share::num_shares], rel=1e-10), adapted
@@ -107,7 +126,7 @@ def test_ranks_do_as_one_process(warmed, tmp_path, layout):
             assert abs(their_without - without).max() <= 1e-10 * abs(without).max(), adapted
             assert they_said == said, adapted
             assert layout == "ddp=2" or all(2 * own == whole for own, whole in held.values()), adapted
-        ours, alone = (peft.load_peft_weights(tmp_path / d) for d in (f"ranks/{adapted}", adapted))
+        ours, alone = (peft.load_peft_weights(path / adapted) for path in (tmp_path / "ranks", folder))
         assert ours.keys() == alone.keys()
         for name, value in alone.items():
             assert torch.allclose(ours[name], value, rtol=0, atol=1e-10), (adapted, name)
@@ -141,15 +160,13 @@ def adapters_afterwards(layout, directory):
     return losses, without.numpy(), said, held, rest, same_as_before, {n: w.numpy() for n, w in drawn.items()}
 
 
-@pytest.mark.parametrize(
-    "layout", [*LAYOUTS[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS[3:])]
-)
-def test_adapters_may_come_after_parallelize(warmed, tmp_path, layout):
+@pytest.mark.parametrize("layout", quick(MESSAGES, "fsdp=2"))
+def test_adapters_may_come_after_parallelize(of_one_process, tmp_path, layout):
     wrapped("some layers").save_pretrained(tmp_path / "given")
     ranks = run_ranks(adapters_afterwards, layout, tmp_path, num_ranks=2)
-    shares = 1 if layout.startswith("megatron") else 2
-    losses, _, without, said = run_ranks(on_one_process, "some layers", shares, tmp_path / "alone", num_ranks=1)[0]
-    alone = peft.load_peft_weights(tmp_path / "alone")
+    expected, folder = of_one_process(1 if layout.startswith("megatron") else 2)
+    losses, _, without, said = expected["some layers"]
+    alone = peft.load_peft_weights(folder / "some layers")
     for rank, (theirs, their_without, they_said, held, rest, same_as_before, drawn) in enumerate(ranks):
         assert same_as_before  # new adapters add nothing
         assert all((drawn[name] == value).all() for name, value in ranks[0][-1].items())

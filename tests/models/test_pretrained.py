@@ -40,8 +40,15 @@ def same(loaded, expected):
         assert torch.equal(torch.from_numpy(values), expected[name].float()), name
 
 
-@pytest.mark.parametrize("parallel", ["rtp=2", "fsdp=2"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("llama", "fsdp=2"),
+        ("mixtral", "rtp=2"),
+        pytest.param("llama", "rtp=2", marks=pytest.mark.slow),
+        pytest.param("mixtral", "fsdp=2", marks=pytest.mark.slow),
+    ],
+)
 def test_what_transformers_saves_is_loaded(family, parallel, tmp_path, warm):
     """Of Mixtral every expert is stored by itself, and the model stacks them: gate and up in one tensor."""
     model = tiny_model(family)
