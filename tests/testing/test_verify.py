@@ -117,7 +117,7 @@ def test_experts_are_run_in_a_way_that_knows_float64(tiny, tmp_path):
     assert verify(str(tmp_path), parallel="rtp=2", steps=1).ok
 
 
-@pytest.mark.parametrize("inside", ["mlp", "mlp.down_proj"])
+@pytest.mark.parametrize("inside", [pytest.param("mlp", marks=pytest.mark.slow), "mlp.down_proj"])
 def test_of_a_unit_that_runs_on_slices_the_unit_is_named(tiny, plant, inside):
     def mistake(model):
         module = model.module.get_submodule(f"model.layers.1.{inside}")
@@ -275,7 +275,7 @@ def test_not_a_number_is_found(tiny, plant):
     assert report.first_divergent_module == "model.norm"
 
 
-@pytest.mark.parametrize("parallel", ["single", "fsdp=2"])
+@pytest.mark.parametrize("parallel", [pytest.param("single", marks=pytest.mark.slow), "fsdp=2"])
 def test_a_directory_is_loaded_on_both_sides(tiny, tmp_path, parallel):
     from rotorch.models.hf import causal_lm, load_config
 
