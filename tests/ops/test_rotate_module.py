@@ -68,7 +68,7 @@ def exact(make, n, transport, recompute, num_uses):
         rotating.check_gradients(whole, **EXACT)
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("transport", ["shared_memory", "send_receive"])
 def test_a_module_is_exact(transport, recompute, n, rotating):

@@ -20,6 +20,12 @@ B, IN, OUT, V = 6, 12, 18, 11  # of the rows of one grid row, and whole
 
 
 TRANSPORTS = ("messages", "shared_memory")
+ON_SIDES = [
+    (2, "messages"),
+    (3, "shared_memory"),
+    pytest.param(2, "shared_memory", marks=pytest.mark.slow),
+    pytest.param(3, "messages", marks=pytest.mark.slow),
+]
 
 
 def grid_of(q, transport="messages"):
@@ -74,8 +80,7 @@ def linear(q, transport):
     return problems, sizes, dict(forward.sent_bytes), dict(backward.sent_bytes)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("q", [1, 2, 3])
+@pytest.mark.parametrize(("q", "transport"), [*((1, transport) for transport in TRANSPORTS), *ON_SIDES])
 def test_a_linear_layer_in_blocks(q, transport):
     for problems, (x, w), forward, backward in run_ranks(linear, q, transport, num_ranks=q * q):
         assert not any(problems), problems
@@ -125,8 +130,7 @@ def table(q, transport):
     ]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("q", [2, 3])
+@pytest.mark.parametrize(("q", "transport"), ON_SIDES)
 def test_a_table_with_two_uses_in_uneven_blocks(q, transport):
     for problems in run_ranks(table, q, transport, num_ranks=q * q):
         assert not any(problems), problems
@@ -156,8 +160,7 @@ def loss_and_norm(q, transport):
     ]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("q", [2, 3])
+@pytest.mark.parametrize(("q", "transport"), ON_SIDES)
 def test_cross_entropy_and_sums_over_cut_features(q, transport):
     for problems in run_ranks(loss_and_norm, q, transport, num_ranks=q * q):
         assert not any(problems), problems

@@ -177,7 +177,9 @@ def test_a_budget_for_whole_units_lies_between_a_ring_and_replicas():
     assert "Write memory=" in search(asked, texts=["osdp=8[memory=1MiB]"]).refused["osdp=8[memory=1MiB]"]
 
 
-@pytest.mark.parametrize(("layers", "rows", "budget"), [(8, 64, 2000), (12, 512, 1500)])
+@pytest.mark.parametrize(
+    ("layers", "rows", "budget"), [pytest.param(8, 64, 2000, marks=pytest.mark.slow), (12, 512, 1500)]
+)
 def test_tables_that_are_not_made_would_change_nothing(layers, rows, budget, monkeypatch):
     asked = task(layers=layers, rows=rows, budget_bytes=budget * MIB)
     found = search(asked)
