@@ -1,5 +1,7 @@
 """Texts of models with an encoder, under layouts, are those of one process: the encoder alone is a pass, too."""
 
+from functools import cache
+
 import pytest
 import torch
 from foreign_models import t5, whisper
@@ -20,6 +22,10 @@ OPTIONS = {"do_sample": False, "min_new_tokens": 4, "max_new_tokens": 4}
 
 
 MODELS = (t5, whisper)
+QUICK = [(layout, t5) for layout in ("ddp=2", "rtp=2[transport=send_receive]", "megatron=2")]
+QUICK += [(layout, whisper) for layout in ("fsdp=2", "rtp=2")]
+SLOW = [(layout, make) for layout in LAYOUTS for make in MODELS if (layout, make) not in QUICK]
+"""Those that repeat under each layout with the other model what the first has proved."""
 
 
 def built(make):
@@ -57,16 +63,15 @@ def lengths(model, make, *, share):
     return seen
 
 
-def everything():
+def everything(cells):
     found = {}
-    for layout in LAYOUTS:
-        for make in MODELS:
-            model = rotorch.parallelize(built(make), layout, device="cpu")
-            found[layout, make.__name__] = texts(model, make, share=model.batch_rank)
-            found[layout, make.__name__]["with gradients"] = refusal(
-                lambda model=model, make=make: model.get_encoder()(given(make, share=0))
-            )
-            model.close()
+    for layout, make in cells:
+        model = rotorch.parallelize(built(make), layout, device="cpu")
+        found[layout, make.__name__] = texts(model, make, share=model.batch_rank)
+        found[layout, make.__name__]["with gradients"] = refusal(
+            lambda model=model, make=make: model.get_encoder()(given(make, share=0))
+        )
+        model.close()
     found[FEATURES] = refusal(on_features)
     return found
 
@@ -83,10 +88,16 @@ def refusal(call):
 
 @pytest.fixture(scope="module")
 def found():
+    """Returns what each rank has found, of cells measured together."""
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "atp"])
     for make in MODELS:
         describe(make())
-    return run_ranks(everything, num_ranks=2, timeout_s=300)
+
+    @cache
+    def measured(*, slow):
+        return run_ranks(everything, SLOW if slow else QUICK, num_ranks=2, timeout_s=300)
+
+    return measured
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +105,13 @@ def expected():
     return {(make.__name__, share): texts(built(make), make, share=share) for make in MODELS for share in range(2)}
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "make"),
+    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+    ids=lambda given: given if isinstance(given, str) else given.__name__,
+)
 def test_texts_are_those_of_one_process(found, expected, layout, make):
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(found(slow=(layout, make) in SLOW)):
         share = rank if layout.startswith(("ddp", "fsdp", "rtp")) else 0
         said = of_rank[layout, make.__name__]
         assert {name: said[name] for name in said if name != "with gradients"} == expected[make.__name__, share]
@@ -105,7 +119,16 @@ def test_texts_are_those_of_one_process(found, expected, layout, make):
 
 
 def test_what_cannot_be_is_refused_in_one_line(found):
-    for of_rank in found:
+    for of_rank in found(slow=False):
         assert "features" in of_rank[FEATURES] and "\n" not in of_rank[FEATURES]
-        for layout in LAYOUTS:
-            assert "or write torch.no_grad()" in of_rank[layout, "t5"]["with gradients"]
+        for layout, make in QUICK:
+            if make is t5:
+                assert "or write torch.no_grad()" in of_rank[layout, "t5"]["with gradients"]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_refused_under_other_layouts_too(found):
+    for of_rank in found(slow=True):
+        for layout, make in SLOW:
+            if make is t5:
+                assert "or write torch.no_grad()" in of_rank[layout, "t5"]["with gradients"]

@@ -1,6 +1,6 @@
 """Idioms under layouts, in float64, held against one process (see idioms.py), and the page that says so.
 
-A sample of the product in which each idiom meets at least two layouts, and each layout six idioms; all of it is slow.
+A sample of the product in which each idiom meets a layout of two ranks, and each layout some idioms; all of it is slow.
 """
 
 import importlib
@@ -39,11 +39,33 @@ LAYOUTS = (
     "ddp=2,fsdp=2",
     "ddp=2,rtp=2[transport=send_receive]",
 )
-EVERY = 10
-"""One cell in so many is of the sample: neither it nor the number of layouts divides the other."""
+
+
+def ranks_of(layout):
+    return num_ranks(parse_parallel(layout))
+
+
+def shares_of(layout):
+    return batch_ranks(parse_parallel(layout))
+
+
+EVERY = {1: 15, 2: sum(ranks_of(layout) == 2 for layout in LAYOUTS), 4: 31}
+"""By the number of ranks: one idiom in so many is of the sample. Two ranks take each idiom once, in turn."""
+
+ALSO = {
+    "fsdp=2": ("a_loss_on_hidden_states", "a_loss_on_attention_maps", "a_graph_that_is_kept"),
+    "ddp=2": ("weights_that_a_loss_leaves_out",),
+    "rtp=2[transport=send_receive]": ("a_graph_that_is_kept",),
+    "atp=1x2": ("a_loss_on_attention_maps", "gradients_of_inputs"),
+}
+"""Cells of the sample by name, with which each idiom is exact somewhere, and each refusal is seen."""
 
 CELLS = {
-    layout: [name for number, name in enumerate(IDIOMS) if (number + place) % EVERY == 0]
+    layout: [
+        name
+        for number, name in enumerate(IDIOMS)
+        if (number + place) % EVERY[ranks_of(layout)] == 0 or name in ALSO.get(layout, ())
+    ]
     for place, layout in enumerate(LAYOUTS)
 }
 
@@ -82,14 +104,6 @@ def outcomes_of(config, cells):
     return found
 
 
-def ranks_of(layout):
-    return num_ranks(parse_parallel(layout))
-
-
-def shares_of(layout):
-    return batch_ranks(parse_parallel(layout))
-
-
 def all_problems(config, expected, cells):
     problems = {}
     for layout, names in cells.items():
@@ -117,8 +131,13 @@ def test_a_loop_of_ones_own_does_what_it_does_on_one_process(found, layout):
 
 def test_the_sample_covers_every_idiom_and_layout():
     assert len(IDIOMS) >= 40
-    assert all(len(names) >= 6 for names in CELLS.values())
-    assert all(sum(name in names for names in CELLS.values()) >= 2 for name in IDIOMS)
+    assert all(len(names) >= (2 if ranks_of(layout) == 4 else 4) for layout, names in CELLS.items())
+    of_two = [names for layout, names in CELLS.items() if ranks_of(layout) == 2]
+    assert all(any(name in names for names in of_two) for name in IDIOMS)
+    page = idioms_page.parse(idioms_page.PAGE.read_text())
+    sampled = [(name, page[name][layout]) for layout, names in CELLS.items() for name in names]
+    assert {name for name, line in sampled if not line} == set(IDIOMS)
+    assert {line for _, line in sampled} == {line for lines in page.values() for line in lines.values()}
 
 
 def test_the_page_is_as_it_was_written():

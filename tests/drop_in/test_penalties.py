@@ -1,5 +1,7 @@
 """Losses that look at weights themselves, as penalties do: their gradients and those of the pass add up."""
 
+from functools import cache
+
 import pytest
 from idioms import Loop
 from lockstep import build
@@ -24,7 +26,11 @@ LAYOUTS = (
     "tesseract=1x1x2[zero=true]",
     "osdp=2[memory=6MiB]",
 )
-OF_FOUR = ("ddp=2,fsdp=2", "ddp=2,rtp=2[transport=send_receive]", "ddp=2,megatron=2", "fsdp=2,megatron=2")
+SLOW = ("rtp=2[recompute=slice]", "rtp=2[transport=send_receive,buffering=in_place]")
+"""Those whose sums over ranks are made as by other layouts here."""
+
+OF_FOUR = ("ddp=2,rtp=2[transport=send_receive]", "fsdp=2,megatron=2")
+MORE_OF_FOUR = ("ddp=2,fsdp=2", "ddp=2,megatron=2")
 NUM_BACKWARDS = 3
 
 
@@ -71,8 +77,15 @@ def errors(config, layout):
 
 @pytest.fixture(scope="module")
 def ranks(config):
+    """Returns what each rank has found, of the layouts measured together with one."""
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "atp", "tesseract"])
-    return run_ranks(gradients_by_layout, config, LAYOUTS, num_ranks=2, timeout_s=300)
+
+    @cache
+    def measured(*, slow):
+        layouts = [layout for layout in LAYOUTS if (layout in SLOW) == slow]
+        return run_ranks(gradients_by_layout, config, layouts, num_ranks=2, timeout_s=300)
+
+    return lambda layout: measured(slow=layout in SLOW)
 
 
 def check(ranks, layout):
@@ -82,13 +95,16 @@ def check(ranks, layout):
         assert summed < 1e-12
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in LAYOUTS]
+)
 def test_gradients_of_a_penalty_are_added(ranks, layout):
-    check(ranks, layout)
+    check(ranks(layout), layout)
 
 
-def test_gradients_of_a_penalty_are_added_once_over_replicas(config):
+@pytest.mark.parametrize("layouts", [OF_FOUR, pytest.param(MORE_OF_FOUR, marks=pytest.mark.slow)], ids=["two", "more"])
+def test_gradients_of_a_penalty_are_added_once_over_replicas(config, layouts):
     load_step_code(["ddp", "fsdp", "rtp", "megatron"])
-    ranks = run_ranks(gradients_by_layout, config, OF_FOUR, num_ranks=4, timeout_s=300)
-    for layout in OF_FOUR:
+    ranks = run_ranks(gradients_by_layout, config, layouts, num_ranks=4, timeout_s=300)
+    for layout in layouts:
         check(ranks, layout)

@@ -1,5 +1,7 @@
 """Ranks that do different things are named on all of them, and nobody waits for ever."""
 
+from functools import cache
+
 import pytest
 import torch
 from idioms import Loop
@@ -25,6 +27,21 @@ LAYOUTS = {
     4: ("summa=2x2", "tesseract=2x2x1", "ddp=2,rtp=2"),
 }
 """By the number of ranks: those of one line share a group of ranks, forked once."""
+
+SLOW = (
+    "rtp=2",  # as inside of "ddp=2,rtp=2"
+    "rtp=2[recompute=slice]",
+    "rtp=2[transport=send_receive,buffering=in_place]",
+    "megatron=2[sequence_parallel=true]",
+    "tesseract=2x2x1",  # of the same code as "summa=2x2" and "atp=1x2"
+)
+"""Those that repeat what others of the same code prove, of a group of their own."""
+
+CASES = [
+    pytest.param(num_ranks, layout, marks=pytest.mark.slow if layout in SLOW else ())
+    for num_ranks, layouts in LAYOUTS.items()
+    for layout in layouts
+]
 
 
 def one_batch_more(loop, rank):
@@ -187,24 +204,30 @@ def message_of(what, config, layout):
 
 @pytest.fixture(scope="module")
 def told(tiny, warm):
-    """Messages of each rank, by the number of ranks."""
+    """Returns the messages of each rank, of the layouts measured together with one."""
     config = load_config(tiny("llama"))
     config.num_hidden_layers, config.vocab_size = 1, 90
-    # So long without a result: all layouts are one, and a machine may be busy.
-    return {n: run_ranks(all_messages, config, layouts, num_ranks=n, timeout_s=1800) for n, layouts in LAYOUTS.items()}
+
+    @cache
+    def measured(num_ranks, *, slow):
+        layouts = [layout for layout in LAYOUTS[num_ranks] if (layout in SLOW) == slow]
+        # So long without a result: all layouts are one, and a machine may be busy.
+        return run_ranks(all_messages, config, layouts, num_ranks=num_ranks, timeout_s=1800)
+
+    return lambda num_ranks, layout: measured(num_ranks, slow=layout in SLOW)
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(n, layout) for n, layouts in LAYOUTS.items() for layout in layouts])
+@pytest.mark.parametrize(("num_ranks", "layout"), CASES)
 def test_what_each_does_is_said_on_all_ranks(told, num_ranks, layout):
-    for messages in told[num_ranks]:
+    for messages in told(num_ranks, layout):
         for what, text in EXPECTED.items():
             expected = text.format(others="rank 1" if num_ranks == 2 else f"ranks 1-{num_ranks - 1}")
             assert expected in messages[layout, what.__name__], (what.__name__, messages[layout, what.__name__])
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(n, layout) for n, layouts in LAYOUTS.items() for layout in layouts])
+@pytest.mark.parametrize(("num_ranks", "layout"), CASES)
 def test_different_batches_of_ranks_that_share_one_are_named(told, num_ranks, layout):
-    for messages in told[num_ranks]:
+    for messages in told(num_ranks, layout):
         for what in (another_batch, another_batch_of_a_step):
             said = messages[layout, what.__name__]
             if layout in SHARING:

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,6 +19,10 @@ from rotorch.testing.ranks import run_ranks
 
 MESSAGES = "rtp=2[transport=send_receive]"
 LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2", MESSAGES, "megatron=2")
+SLOW = ("fsdp=2", "rtp=2")
+"""Dangers are refused by code that knows no layout; only that of a hook looks at how a model is cut."""
+
+OF_DANGERS = [pytest.param(layout, marks=pytest.mark.slow if layout in SLOW else ()) for layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +34,21 @@ def config(tiny):
 
 @pytest.fixture(scope="module")
 def ranks(config):
-    """Messages of each rank, by layout and danger."""
+    """Findings of each rank: of calls that are right by layout, and of what no layout changes."""
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "pp"])
     return run_ranks(everything, config, num_ranks=2, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def refused(config):
+    """Returns the messages of each rank, by danger, under a layout."""
+    load_step_code(["ddp", "fsdp", "rtp", "megatron"])
+
+    @cache
+    def of(layout):
+        return run_ranks(refusals, config, layout, num_ranks=2, timeout_s=300)
+
+    return of
 
 
 def refusal(call):
@@ -247,13 +263,18 @@ DANGERS = {
 }
 
 
+def refusals(config, layout):
+    told = {}
+    for danger in DANGERS:
+        model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
+        loop = Loop(model, None, model.batch_rank, config.vocab_size)
+        told[danger.__name__] = refusal(partial(danger, loop))
+    return told
+
+
 def everything(config):
     told = {}
     for layout in LAYOUTS:
-        for danger in DANGERS:
-            model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
-            loop = Loop(model, None, model.batch_rank, config.vocab_size)
-            told[layout, danger.__name__] = refusal(partial(danger, loop))
         told[layout, "pairs"] = pairs(config, layout)
         told[layout, "autocast"] = autocast(config, layout)
         told[layout, "added"] = added(config, layout)
@@ -346,11 +367,11 @@ def pairs(config, layout):
     return abs(float(found) - expected), off, [tuple(each["logits"].shape) for each in beside]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", OF_DANGERS)
 @pytest.mark.parametrize("danger", DANGERS, ids=lambda danger: danger.__name__)
-def test_a_danger_is_refused_or_right(ranks, layout, danger):
-    for told in ranks:
-        found = told[layout, danger.__name__]
+def test_a_danger_is_refused_or_right(refused, layout, danger):
+    for told in refused(layout):
+        found = told[danger.__name__]
         if danger is a_hook_inside_of_what_is_cut and layout not in (MESSAGES, "megatron=2"):
             assert found is None
         else:
