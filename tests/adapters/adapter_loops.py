@@ -20,8 +20,8 @@ MESSAGES = "rtp=2[transport=send_receive]"
 LAYOUTS = ("rtp=2", MESSAGES, "fsdp=2", "ddp=2", "megatron=2")
 AFTERWARDS = dict(zip(LAYOUTS, ("fsdp=2", "megatron=2", MESSAGES, "rtp=2", "ddp=2"), strict=True))
 """Under which layout a run that was begun under another one is resumed."""
-BEGUN = [pytest.param(each, marks=pytest.mark.slow) if each in ("fsdp=2", "ddp=2") else each for each in LAYOUTS]
-"""Layouts under which tests begin a run; in those that are not slow the other two resume one."""
+BEGUN = [pytest.param(each, marks=pytest.mark.slow) if each not in LAYOUTS[:2] else each for each in LAYOUTS]
+"""Layouts under which tests begin a run; in those that are not slow two others resume one."""
 
 
 @dataclass

@@ -75,7 +75,7 @@ def by_trl(directory, records):
     return trainer.heard, logged, weights
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "fsdp=2"])
 def test_pairs_are_learnt_as_by_trl(tmp_path, layout):
     given = scripts.preferences(PAIRS)
     records = [dict(zip(given, (p, f" {c}", f" {r}"), strict=True)) for p, c, r in zip(*given.values(), strict=True)]
