@@ -19,6 +19,8 @@ TINY = rtp.gpt2(width=128, layers=2, heads=4) | {"vocab_size": 8192}
 
 
 LAYOUTS = (f"rtp=2[{rtp.MESSAGES}]", f"rtp=2[recompute=slice,{rtp.IN_PLACE}]")
+COMPARED = list(rtp.ROWS)[:4]
+"""The page's rows but for the last one, a ring in place: it is among the layouts above."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def faked():
         "found = [rtp.peak(model, name, rows=2, tokens=64, ranks=n) for name, n in json.loads(sys.argv[3])]; "
         "print(json.dumps(found))"
     )
-    cases = [(name, 2) for name in LAYOUTS] + [(name, rtp.RANKS) for name in rtp.ROWS]
+    cases = [(name, 2) for name in LAYOUTS] + [(name, rtp.RANKS) for name in COMPARED]
     command = [sys.executable, "-c", code, str(Path(rtp.__file__).parent), json.dumps(TINY), json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
@@ -44,7 +46,7 @@ def test_a_rank_with_faked_neighbours_holds_what_a_real_one_does(faked, parallel
 
 
 def test_baselines_hold_more(faked):
-    whole, one_unit, blocks, out_of_place, _ = (faked[name, rtp.RANKS]["peak_bytes"] for name in rtp.ROWS)
+    whole, one_unit, blocks, out_of_place = (faked[name, rtp.RANKS]["peak_bytes"] for name in COMPARED)
     assert whole > one_unit > blocks > out_of_place
 
 

@@ -192,7 +192,11 @@ def test_clipping_is_the_same_for_all(task):
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
-@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.parametrize(
+    # As in test_a_plan_that_leaves_weights_out_leaves_them_whole.
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "hf-tp" else name for name in OF_OTHERS],
+)
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_other_libraries_train_as_one_process(task, name, accumulation):
     if not PEERS[name].installed:

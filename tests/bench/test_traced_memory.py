@@ -3,6 +3,8 @@
 import gc
 import json
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from rotorch.bench.task import Task as BenchTask
 from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
-from rotorch.planner.search import judged
+from rotorch.planner.search import Batch, judged
 from rotorch.planner.workload import fold
 from rotorch.shard.materialize import on_meta
 from rotorch.testing.ranks import run_ranks
@@ -41,6 +43,15 @@ def kept_by_autograd(config, *, rows, tokens):
     )
 
 
+@pytest.fixture(scope="module")
+def llama():
+    """The tiny llama: its configuration, its model, and its passes of 32 tokens in float32."""
+    config = load_config("configs/tiny/llama.json")
+    with on_meta():
+        model = fold(describe(causal_lm(config)))
+    return config, model, trace_memory(config, model, tokens=32, precision="float32")
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", pytest.param("olmo2", marks=pytest.mark.slow)])
 def test_kept_bytes_are_those_of_a_real_forward(name):
     config = load_config(f"configs/tiny/{name}.json")
@@ -57,20 +68,16 @@ def test_kept_bytes_are_those_of_a_real_forward(name):
         )
 
 
-def test_autocast_keeps_casts_of_weights_once():
-    config = load_config("configs/tiny/llama.json")
-    with on_meta():
-        model = fold(describe(causal_lm(config)))
+def test_autocast_keeps_casts_of_weights_once(llama):
+    config, model, _ = llama
     traced = trace_memory(config, model, tokens=32, precision="autocast_bfloat16")
     matrices = sum(w.numel for u in model.classes[0].units for w in u.weights if len(w.shape) == 2)
     assert traced.layers[0].interior.constant_bytes >= 2 * matrices
 
 
-def test_weights_in_bfloat16_halve_activations_and_keep_no_casts():
-    config = load_config("configs/tiny/llama.json")
-    with on_meta():
-        model = fold(describe(causal_lm(config)))
-    full, half = (trace_memory(config, model, tokens=32, precision=precision) for precision in ("float32", "bfloat16"))
+def test_weights_in_bfloat16_halve_activations_and_keep_no_casts(llama):
+    config, model, full = llama
+    half = trace_memory(config, model, tokens=32, precision="bfloat16")
     for whole, cut in zip(full.layers, half.layers, strict=True):
         assert cut.given.row_bytes == whole.given.row_bytes / 2
         assert cut.interior.constant_bytes == 0
@@ -106,11 +113,8 @@ def test_no_garbage_is_collected_while_bytes_are_counted():
     assert collected and not any(collected)
 
 
-def test_tensors_of_others_do_not_count():
-    config = load_config("configs/tiny/llama.json")
-    with on_meta():
-        model = fold(describe(causal_lm(config)))
-    alone = trace_memory(config, model, tokens=32, precision="float32")
+def test_tensors_of_others_do_not_count(llama):
+    config, model, alone = llama
     others = torch.zeros(1 << 20)
     assert trace_memory(config, model, tokens=32, precision="float32") == alone
     del others
@@ -154,25 +158,44 @@ BOUND = 0.0138
 """Of the largest error that the planner aims at."""
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-@pytest.mark.parametrize(("rows", "tokens", "vocab"), [(1, 32, 1024), (2, 128, 1024), (4, 128, 1024), (1, 32, 8192)])
+@cache
+def planned_once(tokens, vocab):
+    """A small model, and a planner's task of it, whose trace fits any number of rows."""
+    small = {"vocab_size": vocab, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
+    config = config_from_dict(json.loads(Path("configs/tiny/llama.json").read_text()) | small, source="")
+    return config, planned(config, rows=2, tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "vocab", "recompute"),
+    [
+        (1, 32, 1024, "none"),
+        (2, 128, 1024, "none"),
+        (4, 128, 1024, "none"),
+        (1, 32, 8192, "none"),
+        (2, 128, 1024, "block"),
+        *(
+            pytest.param(*batch, "block", marks=pytest.mark.slow)
+            for batch in ((1, 32, 1024), (4, 128, 1024), (1, 32, 8192))
+        ),
+    ],
+)
 def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens, vocab, recompute):
     """Three batches have it at the last layers' gradients, within a layer's backward, and at the logits; with a large
     vocabulary it is at the message of the tables' gradients.
 
     The least of several steps: gloo's copies of messages are seen at times, and die whenever its threads end.
     """
-    small = {"vocab_size": vocab, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
-    config = config_from_dict(json.loads(Path("configs/tiny/llama.json").read_text()) | small, source="")
+    config, asked = planned_once(tokens, vocab)
     task = BenchTask(
         name="tiny", model=config.to_dict(), vocabulary=vocab, num_ranks=2, micro_batch=rows, sequence_length=tokens
     )
     layout = f"fsdp=2[recompute={recompute}]"
     measured = min(run_ranks(peak_of, task, layout, 4, num_ranks=2))
-    asked = planned(config, rows=2 * rows, tokens=tokens)
+    asked = replace(asked, batch=Batch(2 * rows, tokens))
     predicted = judged(asked, layout, rows=rows, accumulation=1).memory.total_bytes
     if vocab > 1024 and torch.__version__ < "2.15":  # of the message that counts there gloo has one more copy
-        measured -= vocab * small["hidden_size"] * 4
+        measured -= vocab * config.hidden_size * 4
     assert predicted == pytest.approx(measured, rel=BOUND)
 
 
@@ -194,12 +217,9 @@ def test_of_a_model_whose_sequences_stay_whole_nothing_is_traced():
     assert spec.sequences_stay_whole and not traced.layers
 
 
-def test_points_of_a_backward_are_its_highest_moments_for_some_number_of_rows():
+def test_points_of_a_backward_are_its_highest_moments_for_some_number_of_rows(llama):
     """Points go from the end to the beginning: fewer gradients made, more alive; none is below another everywhere."""
-    config = load_config("configs/tiny/llama.json")
-    with on_meta():
-        model = fold(describe(causal_lm(config)))
-    traced = trace_memory(config, model, tokens=32, precision="float32")
+    _, _, traced = llama
     for layer in traced.layers:
         points = layer.backward
         kept = layer.stream.row_bytes + layer.interior.row_bytes
@@ -211,14 +231,12 @@ def test_points_of_a_backward_are_its_highest_moments_for_some_number_of_rows():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_points_of_a_backward_fit_any_number_of_rows(rows):
+def test_points_of_a_backward_fit_any_number_of_rows(llama, rows):
     """The highest of the lines is what a trace of so many rows finds."""
-    config = load_config("configs/tiny/llama.json")
+    config, _, traced = llama
     name = "model.layers.0"
     (_, found) = traced_memory._trace(config, [name], [], rows=rows, tokens=32, precision="float32", parts=None)
-    with on_meta():
-        model = fold(describe(causal_lm(config)))
-    (layer,) = trace_memory(config, model, tokens=32, precision="float32").layers
+    (layer,) = traced.layers
     total = max(each.made for each in found.of(name))
     for least in (0.0, 0.3, 0.9):  # of the moments at which so much of the gradients has been made
         predicted = max(p.row_bytes * rows + p.constant_bytes for p in layer.backward if p.made >= least)
