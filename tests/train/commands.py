@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import inspect
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,6 +80,15 @@ def diverge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_config, "load_run_config", with_such_a_rate)
 
 
+def _name_files_of_stack() -> None:
+    """Spares this process a search of all modules, a hundred times, for files on its stack that are no module's.
+
+    Torch's launcher asks `inspect` for the whole stack at each of its steps; below are files of pytest-xdist.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        inspect.modulesbyfile.setdefault(frame.f_code.co_filename, "")
+
+
 class Command:
     """A forked `rotorch` command in a session of its own; what it prints goes to files.
 
@@ -107,6 +118,7 @@ class Command:
             for number, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            _name_files_of_stack()
             logging.getLogger().handlers.clear()  # pytest's: with them no warning would be printed
             faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for its ranks, too
             code = 70
