@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -68,16 +69,16 @@ class Cell:
 
 
 def matrix(
-    layouts: Sequence[str], directory: Path, *, also_same: bool = True, kind: str = "qwen3"
+    layouts: Sequence[str], directory: Path, *, readers: Literal["next", "others", "all"] = "all", kind: str = "qwen3"
 ) -> dict[tuple[str, str], Cell]:
-    """Saves under each layout, and goes on from each save under every layout; by (written by, read by).
+    """Saves under each layout, and goes on from each save under other ones; by (written by, read by).
 
     Ranks are forked once per number of ranks to write, and once to read.
 
     Args:
         layouts: the layouts.
         directory: of the checkpoints.
-        also_same: read a checkpoint also under the layout that wrote it.
+        readers: layouts that read a checkpoint: the one after that which wrote it, all others, or that one too.
         kind: of the model, one of `configs/tiny`; qwen3 has tied weights, and norms inside attention.
     """
     written: dict[str, Written] = {}
@@ -90,7 +91,8 @@ def matrix(
     whole = {layout: whole_tensors(each.path) for layout, each in written.items()}
     cells: dict[tuple[str, str], Cell] = {}
     for size, group in _by_size(layouts).items():
-        found = run_ranks(_read, group, written, whole, also_same, kind, num_ranks=size, timeout_s=1800.0)
+        pairs = [(source, layout) for layout in group for source in _sources(layouts, layout, readers)]
+        found = run_ranks(_read, pairs, written, whole, kind, num_ranks=size, timeout_s=1800.0)
         for pair in found[0]:
             error = max(_error(of_rank[pair][0], written[pair[0]].after) for of_rank in found)
             wrong = {name for of_rank in found for name in of_rank[pair][1]}
@@ -104,6 +106,12 @@ def _by_size(layouts: Sequence[str]) -> dict[int, list[str]]:
     for layout in layouts:
         groups.setdefault(num_ranks(parse_parallel(layout)), []).append(layout)
     return groups
+
+
+def _sources(layouts: Sequence[str], layout: str, readers: str) -> Sequence[str]:
+    if readers == "next":
+        return [layouts[layouts.index(layout) - 1]]
+    return [source for source in layouts if source != layout or readers == "all"]
 
 
 def _error(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -155,24 +163,17 @@ def _write(layouts: Sequence[str], directory: Path, kind: str) -> dict[str, Writ
 
 
 def _read(
-    layouts: Sequence[str],
-    written: dict[str, Written],
-    whole: dict[str, dict[str, Tensor]],
-    also_same: bool,
-    kind: str,
+    pairs: Sequence[tuple[str, str]], written: dict[str, Written], whole: dict[str, dict[str, Tensor]], kind: str
 ):
     found = {}
-    for layout in layouts:
-        for source, each in written.items():
-            if source == layout and not also_same:
-                continue
-            state = build(layout, kind)
-            load(each.path, state)
-            wrong, boxes = _compare(state, whole[source])
-            if (state.step, state.tokens) != (STEPS, STEPS * _NUM_ROWS * _NUM_TOKENS):
-                wrong.append("step and tokens")
-            found[source, layout] = (train(state), wrong, boxes)
-            state.model.close()
+    for source, layout in pairs:
+        state = build(layout, kind)
+        load(written[source].path, state)
+        wrong, boxes = _compare(state, whole[source])
+        if (state.step, state.tokens) != (STEPS, STEPS * _NUM_ROWS * _NUM_TOKENS):
+            wrong.append("step and tokens")
+        found[source, layout] = (train(state), wrong, boxes)
+        state.model.close()
     return found
 
 

@@ -17,7 +17,15 @@ def recorded(directory):
     return [line["loss"] for line in lines], [line["tokens"] for line in lines]
 
 
-def test_a_run_is_the_same_and_goes_on_under_another_layout(run_toml, tmp_path):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("tsp=2",),
+        # tests/conformance and tests/strategies/test_context.py have their numerics; the loop knows of ranks alone.
+        pytest.param(("tsp=2", "fsdp=2[context=2]", "pp=2,tsp=2[exchange=heads]"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_the_same_and_goes_on_under_another_layout(run_toml, tmp_path, layouts):
     """Samples of 15 tokens: ranks have 8 and 7. Also its evaluations; half-way another layout takes over."""
     common = [
         "model.config.num_hidden_layers=2",
@@ -27,7 +35,7 @@ def test_a_run_is_the_same_and_goes_on_under_another_layout(run_toml, tmp_path):
         "train.checkpoint_every=3",
     ]
     evaluated = {}
-    for layout in ("single", "tsp=2", "fsdp=2[context=2]", "pp=2,tsp=2[exchange=heads]"):
+    for layout in ("single", *layouts):
         summary = tmp_path / f"{layout}.json"
         done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", layout, *common,
                        f"train.out={tmp_path / layout}", "--json", summary)  # fmt: skip
@@ -59,6 +67,7 @@ def test_documents_of_a_sample_stay_apart_under_every_layout(run_toml, tmp_path)
     assert recorded(tmp_path / "tsp=2")[0] == pytest.approx(recorded(tmp_path / "single")[0], rel=1e-5)
 
 
+@pytest.mark.slow  # test_resharding.py has a checkpoint into and out of tsp=2 among its few
 def test_checkpoints_go_into_other_layouts_and_come_from_them(tmp_path, warm):
     """To the bit: weights and moments under each of these layouts, written by each of them."""
     cells = matrix(["single", "tsp=2"], tmp_path)  # shards are at rest as without sharing
