@@ -1,5 +1,6 @@
 """Preference pairs: their tokens, the loss against its formula, runs under layouts, going on, and what is refused."""
 
+import functools
 import json
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from rotorch.models.hf import load_config
 from rotorch.models.preference_loss import REFERENCE, PreferenceLoss
 from rotorch.parallelize import load_step_code, parallelize
 from rotorch.run_config import load_run_config
+from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.compare import gradient_errors
 from rotorch.testing.ranks import run_ranks
@@ -178,10 +180,10 @@ def test_too_few_pairs_to_hold_one_out(tmp_path):
 
 # ---------------------------------------------------------------- the loss
 
-LAYOUTS = (
-    *("single", "ddp=2", "fsdp=2", "rtp=2", "rtp=2[transport=send_receive]", "megatron=2", "atp=1x2"),
-    *("tesseract=1x1x2", "ddp=1,rtp=2"),
-)
+QUICK = ("single", "fsdp=2", "rtp=2", "megatron=2")
+"""A head in whole, in shards, in slices that rotate, and in slices that stay; the loss knows of no strategy."""
+
+SLOW = ("ddp=2", "rtp=2[transport=send_receive]", "atp=1x2", "tesseract=1x1x2", "ddp=1,rtp=2")
 
 
 def pairs_of_ids(num_pairs):
@@ -239,25 +241,33 @@ def errors(config, layout):
     ]  # fmt: skip
 
 
-def errors_by_layout(config):
+def errors_by_layout(config, layouts):
     with exact_arithmetic():
-        return {layout: errors(config, layout) for layout in LAYOUTS if layout != "single"}
+        return {layout: errors(config, layout) for layout in layouts}
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny):
+def measured(tiny):
+    """Errors that each rank found under a layout, by a fork of ranks for all layouts that are as quick."""
     config = load_config(tiny("llama"))
     config.num_hidden_layers, config.vocab_size = 2, 92
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "atp", "tesseract"])
-    with exact_arithmetic():
-        alone = errors(config, "single")
-    return [{"single": alone, **found} for found in run_ranks(errors_by_layout, config, num_ranks=2)]
+
+    @functools.cache
+    def of(layouts, num_ranks):
+        return run_ranks(errors_by_layout, config, layouts, num_ranks=num_ranks)
+
+    def by_rank(layout):
+        layouts = (layout,) if layout == "single" else SLOW if layout in SLOW else QUICK[1:]
+        return [of_rank[layout] for of_rank in of(layouts, num_ranks(parse_parallel(layout)))]
+
+    return by_rank
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_gradients_and_rewards_are_those_of_the_formula(ranks, layout):
-    for of_rank in ranks:
-        assert max(of_rank[layout]) < 1e-10
+@pytest.mark.parametrize("layout", [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)])
+def test_loss_gradients_and_rewards_are_those_of_the_formula(measured, layout):
+    for of_rank in measured(layout):
+        assert max(of_rank) < 1e-10
 
 
 def test_rewards_of_a_single_pair_are_its_own(tiny):
@@ -313,35 +323,33 @@ def numbers(out):
     return lines
 
 
-def test_pairs_are_trained_alike_under_layouts_and_the_run_goes_on_under_another_one(run_toml, tmp_path, warm):
+@pytest.mark.parametrize(
+    ("layout", "micro_batch"), [("rtp=2", 2), pytest.param("megatron=2", 4, marks=pytest.mark.slow)]
+)
+def test_pairs_are_trained_alike_under_layouts_and_the_run_goes_on_under_another_one(
+    run_toml, tmp_path, warm, layout, micro_batch
+):
     settings = ["train.global_batch=4", "optimizer.schedule=constant", "train.eval_every=3"]
     found = {}
-    for layout, micro_batch in {"single": 4, "rtp=2": 2, "megatron=2": 4}.items():
-        done = train(
-            run_toml,
-            *settings,
-            f"train.micro_batch={micro_batch}",
-            "--parallel",
-            layout,
-            f"train.out={tmp_path / layout}",
-        )
-        found[layout] = numbers(tmp_path / layout)
+    for each, rows in {"single": 4, layout: micro_batch}.items():
+        told = [f"train.micro_batch={rows}", "--parallel", each, f"train.out={tmp_path / each}"]
+        done = train(run_toml, *settings, *told)
+        found[each] = numbers(tmp_path / each)
     assert "of pairs right" in done.stdout
     first, last = found["single"][0], found["single"][-1]
     assert first["loss"] == pytest.approx(np.log(2)) and abs(first["reward_margin"]) < 1e-5
     assert last["loss"] < first["loss"] and last["reward_margin"] > 0
     assert {"held_out_loss", "held_out_reward_margin", "held_out_reward_accuracy"} <= last.keys()
     assert "held_out_bits_per_byte" not in last and last["tokens"] == 6 * 4 * 2 * 24
-    for layout in ("rtp=2", "megatron=2"):
-        for ours, alone in zip(found[layout], found["single"], strict=True):
-            assert ours == pytest.approx(alone, rel=2e-4, abs=2e-5)
+    for ours, alone in zip(found[layout], found["single"], strict=True):
+        assert ours == pytest.approx(alone, rel=2e-4, abs=2e-5)
     tables = list((tmp_path / "cache").glob("*.reference"))
     assert len(tables) == 1 and len(np.load(tables[0])) == 24
 
     parts = [*settings, f"train.out={tmp_path / 'parts'}", "train.micro_batch=4"]
     train(run_toml, *parts, "train.steps=3")
     tables[0].unlink()  # as on another machine: the first weights are taken again
-    train(run_toml, *parts[:-1], "train.micro_batch=2", "--parallel", "rtp=2", "--resume")
+    train(run_toml, *parts[:-1], f"train.micro_batch={micro_batch}", "--parallel", layout, "--resume")
     for ours, alone in zip(numbers(tmp_path / "parts"), found["single"], strict=True):
         assert ours == pytest.approx(alone, rel=2e-4, abs=2e-5)
     other = rotorch(
