@@ -28,7 +28,7 @@ WHEN_KILLED = {
     "computing forward and backward). Who"
 }
 """For the page: where ranks were when one of them was killed."""
-SETTINGS = ["train.steps=30", "train.checkpoint_every=4", "train.keep=3"]
+SETTINGS = ["train.steps=20", "train.checkpoint_every=4", "train.keep=3"]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(undisturbed, tmp_path):
 
 def test_a_run_that_does_not_get_on_takes_fewer_ranks(undisturbed, tmp_path):
     run_toml = write_run(tmp_path)
-    settings = ["train.steps=30", "train.checkpoint_every=1000", "--max-restarts=3", "--elastic=1:2"]
+    settings = ["train.steps=20", "train.checkpoint_every=1000", "--max-restarts=3", "--elastic=1:2"]
     command = Command(tmp_path / "log", "train", run_toml, "--parallel", EXACT, *settings)
     kill(command, 0, run=tmp_path / "run", after_step=2)
     wait_until(lambda: "restart 1 of 3" in command.stderr, what="a restart")
