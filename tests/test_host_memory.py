@@ -13,7 +13,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 STEPS = """
 import resource, sys
 import torch
-from rotorch.process.host_memory import keep_freed_memory
+from rotorch.process.host_memory import give_back_freed_memory, keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 for _ in range(6):
@@ -21,34 +21,37 @@ for _ in range(6):
     step = [torch.ones(1 << 20) for _ in range(8)]
     del step
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+if sys.argv[1] == "keep":
+    give_back_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults_of_sixth_step(mode, **environment):
-    """Pages that the kernel gave to a sixth step of 8 tensors of 4 MiB: 8,192 if none is kept.
+def faults(mode, **environment):
+    """Pages that the kernel gives to a process, of which 8,192 are what it asks for.
 
-    The first steps find their places.
+    To a sixth step of 8 tensors of 4 MiB (the first steps find their places), and to a tensor of 32 MiB after what was
+    kept is given back.
     """
-    return printed_by(STEPS, mode, **environment)
-
-
-def printed_by(program, *arguments, **environment):
-    """The number that a process of its own prints."""
     printed = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, "-c", STEPS, mode],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    return int(printed.stdout)
+    return [int(line) for line in printed.stdout.split()]
 
 
 @linux
-def test_a_step_gets_no_page_anew():
+def test_a_step_gets_no_page_anew_until_kept_memory_is_given_back():
     small_threshold = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    assert faults_of_sixth_step("leave", **small_threshold) > 8_000  # so that the count can tell
-    assert faults_of_sixth_step("keep") < 100
+    assert faults("leave", **small_threshold)[0] > 8_000  # so that the count can tell
+    of_a_step, of_a_tensor = faults("keep")
+    assert of_a_step < 100
+    assert of_a_tensor > 8  # 8,192 pages, or 16 of 2 MiB
 
 
 @linux
@@ -56,25 +59,6 @@ def test_a_step_gets_no_page_anew():
 def test_what_the_user_has_set_up_stays(monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert keep_freed_memory() is False
-
-
-GIVES_BACK = """
-import resource
-import torch
-from rotorch.process.host_memory import give_back_freed_memory, keep_freed_memory
-assert keep_freed_memory()
-held = [torch.ones(1 << 20) for _ in range(8)]
-del held
-give_back_freed_memory()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(8 << 20)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@linux
-def test_kept_memory_can_be_given_back():
-    assert printed_by(GIVES_BACK) > 8  # 8,192 pages, or 16 of 2 MiB
 
 
 @pytest.mark.parametrize(

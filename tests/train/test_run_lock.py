@@ -44,19 +44,19 @@ def live(tmp_path, warm):
         command.wait()
 
 
-@pytest.mark.parametrize("others", [[], ["--resume"], ["train.checkpoint_dir=run", "train.out=other"]])
-def test_a_second_run_beside_a_live_one_is_refused_and_writes_nothing(live, others, tmp_path, monkeypatch):
+def test_a_second_run_beside_a_live_one_is_refused_and_writes_nothing(live, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = files(tmp_path / "run")
-    second = rotorch(tmp_path / "second", "train", tmp_path / "run.toml", *ENDLESS, *others)
-    assert second.code == 2, second.stderr
-    key = "train.checkpoint_dir" if len(others) > 1 else "train.out"
-    assert f"{key}: " in second.stderr and "is used by another run" in second.stderr, second.stderr
-    assert f"process {live.pid} on {platform.node()}, since 2" in second.stderr
-    assert len(second.stderr.strip().splitlines()) == 1
-    assert files(tmp_path / "run") == before and not (tmp_path / "other").exists()
-    if not others:
-        seen("A second run in the same directory", second.stderr, instead=ELSEWHERE)
+    for others in ([], ["--resume"], ["train.checkpoint_dir=run", "train.out=other"]):
+        second = rotorch(tmp_path / "second", "train", tmp_path / "run.toml", *ENDLESS, *others)
+        assert second.code == 2, second.stderr
+        key = "train.checkpoint_dir" if len(others) > 1 else "train.out"
+        assert f"{key}: " in second.stderr and "is used by another run" in second.stderr, second.stderr
+        assert f"process {live.pid} on {platform.node()}, since 2" in second.stderr
+        assert len(second.stderr.strip().splitlines()) == 1
+        assert files(tmp_path / "run") == before and not (tmp_path / "other").exists()
+        if not others:
+            seen("A second run in the same directory", second.stderr, instead=ELSEWHERE)
 
 
 def test_a_run_that_was_killed_blocks_nobody(live, tmp_path):
