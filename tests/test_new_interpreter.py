@@ -126,8 +126,12 @@ def gradient():
     return weight.grad.item(), dist.get_world_size()
 
 
+@pytest.mark.slow  # the run of the next test starts in the same way
 def test_ranks_start_from_a_process_that_is_in_a_group(in_a_group):
     assert run_ranks(gradient, num_ranks=2) == [(1.0, 2), (2.0, 2)]
+
+
+def test_ranks_of_a_local_function_are_refused_in_a_process_that_is_in_a_group(in_a_group):
     with pytest.raises(ConfigError, match=r"it is rank 0 of 1 of a process group already, and .*local object"):
         run_ranks(lambda: gradient(), num_ranks=2)
 

@@ -64,7 +64,8 @@ def unread():
     return writer
 
 
-@pytest.mark.parametrize("how", ["nobody reads", "closed"])
+# The next test has a pipe that nobody reads any more.
+@pytest.mark.parametrize("how", [pytest.param("nobody reads", marks=pytest.mark.slow), "closed"])
 def test_a_run_goes_on_when_its_output_closes(tmp_path, warm, how):
     end = unread() if how == "nobody reads" else None
     assert code_of(started("train", write_run(tmp_path), "--parallel=ddp=2", out=end, err=end)) == 0

@@ -111,6 +111,7 @@ def test_a_rank_killed_while_it_saves_behind_the_run(tmp_path):
     assert same and saved == steps_of(tmp_path)[-1]
 
 
+@pytest.mark.slow  # above it is as the state was; test_stores.py has a run that saves so, and goes on
 def test_a_run_that_saves_behind_itself(tmp_path, warm):
     run_toml = write_run(tmp_path)
     runs = {"behind": ["train.async_save=true"], "at_once": []}

@@ -192,6 +192,7 @@ def test_memory_that_runs_out_in_a_save_does_so_on_one_rank(tmp_path):
     assert heard[0] is HeardFailure and "rank 1: RuntimeError: DefaultCPUAllocator" in heard[1] and not heard[2]
 
 
+@pytest.mark.slow  # test_a_save_without_address_space_says_what_it_has names it, too
 def test_the_rank_without_memory_for_a_save_is_the_one_that_is_named(tmp_path, warm, monkeypatch):
     without_memory(monkeypatch)
     done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=rtp=2", "train.checkpoint_every=2")

@@ -189,10 +189,19 @@ def test_a_store_that_fails_while_replaced_files_are_removed_does_not_end_a_run(
     assert {p.name for p in path.iterdir()} == {"manifest.json", *check(path).files}
 
 
+OF_TORCH = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["python", "torch"]
+    ("in_store", "error"),
+    [
+        (True, OF_TORCH),
+        (False, MemoryError()),
+        pytest.param(True, MemoryError(), marks=pytest.mark.slow),
+        pytest.param(False, OF_TORCH, marks=pytest.mark.slow),
+    ],
+    ids=["store-torch", "disk-python", "store-python", "disk-torch"],
 )
-@pytest.mark.parametrize("in_store", [True, False], ids=["store", "disk"])
 def test_memory_that_runs_out_in_a_save_is_not_the_store_s_failure(error, in_store, memory, tmp_path, monkeypatch):
     where = "memory://bucket/run" if in_store else tmp_path
     state = save_steps(where, 1)
