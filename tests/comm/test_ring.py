@@ -465,8 +465,14 @@ def all_steps(transport, n, make):
             raise
 
 
+REPEATED = {"send_receive", "send_receive+in_place+chunks", "send_receive+in_place+wire", "symmetric_memory"}
+"""Variants whose parts others have; test_symmetric_memory.py runs steps over symmetric memory in any order."""
+
+
 @pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport", [pytest.param(each, marks=pytest.mark.slow if each in REPEATED else ()) for each in TRANSPORTS]
+)
 def test_steps(transport, n, ring):
     run_ranks(all_steps, transport, n, ring, num_ranks=n)
 

@@ -61,7 +61,7 @@ def sums_at_any_time(rounds):
     return bits
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_sums_are_right_at_any_time_and_the_same_everywhere(n):
     of_ranks = run_ranks(sums_at_any_time, 120, num_ranks=n)
     assert all(bits == of_ranks[0] for bits in of_ranks)

@@ -315,6 +315,8 @@ def late(transport):
         pass
     if ring.position == 1:
         return ""
+    if transport is SharedMemoryRing:
+        ring._patience.timeout_s = 0.5  # nobody comes
     try:
         for visit in ring.visits(0, backward=True):
             assert ring.gradient(0, visit, wait=False) is None or visit.number == 0
