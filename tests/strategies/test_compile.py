@@ -19,7 +19,9 @@ from rotorch.strategies import DDP, STRATEGIES, Single, check_compiled, parse_pa
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.metrics import read_metrics
 
-pytestmark = [  # torch's own, when it compiles
+pytestmark = [
+    pytest.mark.usefixtures("warm"),
+    # torch's own, when it compiles
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
@@ -151,27 +153,26 @@ def test_a_run_and_a_bench_take_it(tmp_path):
     assert row["loss_max_rel_err"] < 1e-4
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """Returns the functions that are given to torch.compile, which compiles nothing meanwhile."""
+def given_to_the_compiler(layout):
+    """Number of functions that a rank gives to torch.compile, which compiles nothing meanwhile."""
     given = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: given.append(function) or function)
-    compiled_code._of_class.cache_clear()
-    yield given
-    compiled_code._of_class.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: given.append(function) or function)
+        compiled_code._of_class.cache_clear()
+        with rotorch.on_meta():
+            module = causal_lm(config_from_dict(LLAMA, source="test"))
+        rotorch.parallelize(module, layout, device="cpu", compile=True).close()
+    return len(given)
 
 
 COMPILES = [kind for kind, strategy in STRATEGIES.items() if not strategy.not_compiled]
 
 
 @pytest.mark.parametrize("kind", COMPILES)
-def test_what_is_not_refused_is_compiled(compiled, kind):
+def test_what_is_not_refused_is_compiled(kind):
     size_fields = STRATEGIES[kind].size_fields
     layout = f"{kind}={'x'.join('1' * len(size_fields))}" if size_fields else kind
-    with rotorch.on_meta():
-        module = causal_lm(config_from_dict(LLAMA, source="test"))
-    rotorch.parallelize(module, layout, device="cpu", compile=True).close()
-    assert compiled
+    assert run_ranks(given_to_the_compiler, layout, num_ranks=1) > [0]
 
 
 def test_strategies_that_compile_nothing_are_refused():

@@ -197,13 +197,13 @@ def test_keys_go_out_in_forward_and_gradients_come_back():
         pytest.param("rtp=4[context=2]", "mistral", marks=pytest.mark.slow),
         pytest.param("tsp=4", "gemma2", marks=pytest.mark.slow),
         ("fsdp=2[context=2]", "gemma3_text"),
-        ("fsdp=4[context=2,recompute=block]", "cohere2"),
+        pytest.param("fsdp=4[context=2,recompute=block]", "cohere2", marks=pytest.mark.slow),
         ("fsdp=3[context=3,reshard=false]", "qwen3"),
         ("tsp=2[transport=send_receive]", "gemma3_text"),  # slices visit: heads would be others on each rank
         ("tsp=2[transport=send_receive,recompute=slice]", "qwen3"),
         ("tsp=2[transport=send_receive,buffering=in_place,recompute=none]", "phi3"),
         pytest.param("tsp=2[recompute=slice]", "llama", marks=pytest.mark.slow),
-        ("rtp=4[context=2,transport=send_receive]", "gpt_oss"),
+        pytest.param("rtp=4[context=2,transport=send_receive]", "gpt_oss", marks=pytest.mark.slow),
         ("ddp=2,tsp=2", "cohere2"),
         pytest.param("ddp=2,fsdp=2[context=2]", "llama", marks=pytest.mark.slow),
         pytest.param("tsp=2[recompute=all_but_attention,transport=send_receive]", "cohere2", marks=pytest.mark.slow),
@@ -216,7 +216,8 @@ def test_keys_go_out_in_forward_and_gradients_come_back():
         ),
         ("fsdp=2[context=2,exchange=heads,recompute=block]", "gemma2"),  # by the model's own code
         ("pp=2,tsp=2", "gemma3_text"),
-        ("pp=2,fsdp=2[context=2,recompute=block]", "mistral"),
+        # With padding: below.
+        pytest.param("pp=2,fsdp=2[context=2,recompute=block]", "mistral", marks=pytest.mark.slow),
         pytest.param("pp=2[schedule=zb_h1],rtp=2[context=2,exchange=heads]", "cohere2", marks=pytest.mark.slow),
         *(
             pytest.param(f"tsp={n}", model, marks=pytest.mark.slow)
@@ -273,7 +274,7 @@ def padded_batches():
     [
         ("mistral", "rtp=4[context=2]"),
         pytest.param("gpt_oss", "rtp=4[context=2]", marks=pytest.mark.slow),  # by the model's own code
-        ("gemma3_text", "fsdp=4[context=2,exchange=heads]"),
+        pytest.param("gemma3_text", "fsdp=4[context=2,exchange=heads]", marks=pytest.mark.slow),
         # Backward computes a layer again behind forwards of micro-batches with another length and other padding.
         ("mistral", "pp=2,fsdp=2[context=2,recompute=block]"),
     ],
@@ -516,7 +517,10 @@ def in_bfloat16(config, options):
     return loss, norm
 
 
-@pytest.mark.parametrize("options", [{"autocast_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options",
+    [{"autocast_dtype": torch.bfloat16}, pytest.param({"param_dtype": torch.bfloat16}, marks=pytest.mark.slow)],
+)
 def test_passes_in_bfloat16(options):
     config = tiny_config("qwen3")
     (loss, norm), _ = run_ranks(in_bfloat16, config, {}, num_ranks=2)

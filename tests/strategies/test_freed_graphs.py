@@ -45,11 +45,12 @@ def numbers_of_tensors(config, layouts):
     for layout in layouts:
         model = model_of(config, layout, checkpoints="recompute" not in layout or "none" in layout)
         numbers = []
-        for _ in range(4):
+        for step in range(4):
             model(input_ids=ids, labels=ids)
             model.forward_backward({"input_ids": ids, "labels": ids}, accumulate=True)
-            numbers.append(live_tensors())
-        found[layout] = numbers[2:]  # the first steps make what stays
+            if step >= 2:  # the first steps make what stays
+                numbers.append(live_tensors())
+        found[layout] = numbers
         model.close()
     return found
 

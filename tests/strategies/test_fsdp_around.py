@@ -23,10 +23,10 @@ pytestmark = pytest.mark.usefixtures("warm")
     ("layout", "family"),
     [
         ("fsdp=3,megatron=2", "gpt_neox"),  # fused heads, whose rows are cut unevenly, and biases of few rows
-        ("fsdp=2,megatron=3", "llama"),  # four groups of heads on three ranks
         ("fsdp=2[reshard=false],megatron=2[sequence_parallel=true]", "qwen3"),  # tied weights
-        ("fsdp=2[recompute=block],megatron=2", "gemma2"),
         ("ddp=2,fsdp=2,megatron=2", "mixtral"),
+        pytest.param("fsdp=2,megatron=3", "llama", marks=pytest.mark.slow),  # four groups of heads on three ranks
+        pytest.param("fsdp=2[recompute=block],megatron=2", "gemma2", marks=pytest.mark.slow),  # blocks: below
         pytest.param("fsdp=2[recompute=block,reshard=false],megatron=2", "mixtral", marks=pytest.mark.slow),
         pytest.param("fsdp=2,megatron=2[transport=messages]", "olmo2", marks=pytest.mark.slow),
         pytest.param("fsdp=4,megatron=2", "gpt_neox", marks=pytest.mark.slow),

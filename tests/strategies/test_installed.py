@@ -92,18 +92,25 @@ def test_the_example_names_its_strategy_as_the_test_does():
     assert f'[project.entry-points."{GROUP}"]\nddp_bf16 = "ddp_bf16.plan:DDPBF16"\n' in project
 
 
-def test_conformance_finds_the_example_by_itself_and_holds_it(python):
+SOME_OF_CONFORMANCE = ("tests/conformance/test_float64_parity.py", "tests/conformance/test_many_ranks.py")
+
+
+@pytest.mark.parametrize(
+    ("places", "chosen"),
+    [
+        (SOME_OF_CONFORMANCE, "parity or bytes"),
+        pytest.param(("tests/conformance",), "parity or bytes or losses", marks=pytest.mark.slow),
+    ],
+    ids=["some", "all"],
+)
+def test_conformance_finds_the_example_by_itself_and_holds_it(python, places, chosen):
     options = ["-v", "-n0", "-p", "no:cacheprovider", "-m", "not slow"]
-    chosen = (
-        "tests/conformance",
-        "examples/strategy",
-        "-k",
-        "ddp_bf16 and (rounded or qwen3 and (parity or bytes or losses))",
-    )
-    done = python("-m", "pytest", *options, *chosen)
+    cells = ("-k", f"ddp_bf16 and (rounded or qwen3 and ({chosen}))")
+    done = python("-m", "pytest", *options, *places, "examples/strategy", *cells)
     passed = [word for word in done.stdout.splitlines()[-1:] if " passed" in word and "failed" not in word]
     assert done.returncode == 0 and passed, done.stdout
     assert "test_ddp_bf16.py::test_rounded_sums_keep_all_else PASSED" in done.stdout
+    assert "test_float64_parity.py::test_float64_parity[ddp_bf16=3-qwen3] PASSED" in done.stdout
 
 
 @pytest.fixture

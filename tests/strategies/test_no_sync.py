@@ -121,11 +121,16 @@ CASES = [
 ]
 LAYOUTS = [
     "ddp=2",
-    "ddp=2,rtp=2[transport=send_receive]",
     "ddp=2,fsdp=2",
     *(
         pytest.param(layout, marks=pytest.mark.slow)
-        for layout in ("ddp=2,megatron=2", "ddp=2,rtp=2", "ddp=2,fsdp=2,megatron=1", "rtp=2")
+        for layout in (
+            "ddp=2,rtp=2[transport=send_receive]",
+            "ddp=2,megatron=2",
+            "ddp=2,rtp=2",
+            "ddp=2,fsdp=2,megatron=1",
+            "rtp=2",
+        )
     ),
 ]
 

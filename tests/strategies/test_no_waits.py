@@ -39,12 +39,12 @@ def batches_of(model, rank):
     return [{"input_ids": ids, "labels": ids}] * 2
 
 
-def waits(models, layouts, autocast_dtypes=(None, torch.bfloat16)):
+def waits(models, layouts, autocast_dtypes):
     """Calls that wait in a step of two micro-batches, by layout, model and precision; only those that have any."""
     found = {}
     for layout in layouts:
         for name, path in models.items():
-            for dtype in autocast_dtypes if path is not None else autocast_dtypes[:1]:
+            for dtype in autocast_dtypes if path is not None else (None,):
                 torch.manual_seed(0)
                 module = Classifier() if path is None else causal_lm(load_config(path))
                 model = rotorch.parallelize(module, layout, device="cpu", autocast_dtype=dtype)
@@ -58,12 +58,14 @@ def waits(models, layouts, autocast_dtypes=(None, torch.bfloat16)):
     return found
 
 
-def test_a_step_waits_for_nothing(tiny):
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])
+def test_a_step_waits_for_nothing(tiny, dtype):
+    """Under autocast a step does what it does without, and converts besides."""
     models = {"llama": tiny("llama"), "classifier": None}
-    assert run_ranks(waits, models, ("single",), num_ranks=1, timeout_s=300) == [{}]
-    assert run_ranks(waits, models, LAYOUTS, num_ranks=2, timeout_s=300) == [{}] * 2
+    assert run_ranks(waits, models, ("single",), [dtype], num_ranks=1, timeout_s=300) == [{}]
+    assert run_ranks(waits, models, LAYOUTS, [dtype], num_ranks=2, timeout_s=300) == [{}] * 2
     text = {"llama": tiny("llama")}
-    assert run_ranks(waits, text, SHARING_A_BATCH, num_ranks=2, timeout_s=300) == [{}] * 2
+    assert run_ranks(waits, text, SHARING_A_BATCH, [dtype], num_ranks=2, timeout_s=300) == [{}] * 2
 
 
 def looks_at_a_value(path):

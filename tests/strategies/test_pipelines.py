@@ -195,7 +195,8 @@ def squared_norm(model):
     [
         ("llama", ("pp=2[schedule=zb_h1]", "fsdp=2")),
         ("qwen3", ("ddp=2,zeropp=2x1", "fsdp=4")),  # replicas of what is tied over two stages count once
-        ("qwen3", ("pp=2,atp=1x2", "fsdp=4")),  # norms are the same on both ranks of a stage, and count once
+        # Norms are the same on both ranks of a stage, and count once.
+        pytest.param("qwen3", ("pp=2,atp=1x2", "fsdp=4"), marks=pytest.mark.slow),
         pytest.param("qwen3", ("fsdp=4", "ddp=2,zeropp=2x1"), marks=pytest.mark.slow),
     ],
 )
@@ -206,13 +207,17 @@ def test_a_run_goes_on_under_another_layout(tiny, tmp_path, model, layouts):
         assert first[2] == pytest.approx(first[1] / 4, rel=1e-5)
 
 
-def test_a_step_with_fewer_micro_batches_than_a_unit_is_refused(tiny):
-    model = rotorch.parallelize(build(tiny("llama")), "zeropp=1x1[unit=2]", device="cpu").materialize(seed=1)
+def fewer_micro_batches_than_a_unit(path):
+    model = rotorch.parallelize(build(path), "zeropp=1x1[unit=2]", device="cpu").materialize(seed=1)
     batch = batch_of(model.module.config, num_rows=2)
     with pytest.raises(ConfigError, match="a unit of 2 micro-batches, but a step has 1"):
         model.forward_backward(batch)
     assert float(model.forward_backward([batch, batch])) > 0
     model.close()
+
+
+def test_a_step_with_fewer_micro_batches_than_a_unit_is_refused(tiny):
+    run_ranks(fewer_micro_batches_than_a_unit, tiny("llama"), num_ranks=1)
 
 
 def test_it_is_refused_before_a_run_starts():
@@ -344,7 +349,9 @@ def losses_with_a_late_borrower(path, parallel):
     return losses
 
 
-@pytest.mark.parametrize(("parallel", "num_ranks"), [("pp=2,rtp=2", 4), ("pp=2,summa=2x2", 8)])
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"), [("pp=2,rtp=2", 4), pytest.param("pp=2,summa=2x2", 8, marks=pytest.mark.slow)]
+)
 def test_no_rank_reads_a_borrowed_weight_of_another_one_before_all_of_them_have_it(tiny, parallel, num_ranks):
     (alone,) = run_ranks(losses_with_a_late_borrower, tiny("qwen3"), "single", num_ranks=1)
     for losses in run_ranks(losses_with_a_late_borrower, tiny("qwen3"), parallel, num_ranks=num_ranks):

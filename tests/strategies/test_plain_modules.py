@@ -147,6 +147,7 @@ def test_the_cnn_of_the_tutorial(layout):
     check(MnistCNN, layout, shape=(1, 12, 12), loss=nll)
 
 
+@pytest.mark.slow  # an encoder in float32: below
 def test_the_cnn_of_the_tutorial_in_float32():
     check(MnistCNN, "rtp=2", MESSAGES, shape=(1, 12, 12), loss=nll, dtype=torch.float32, bar=1e-5)
 
@@ -182,7 +183,12 @@ class NormFirst(Encoder):
 
 @pytest.mark.parametrize(
     "layout",
-    ["rtp=2", "rtp=3[transport=send_receive]", "rtp=3[transport=send_receive,recompute=slice]", "fsdp=2", "ddp=2"],
+    [
+        "rtp=2",
+        "rtp=3[transport=send_receive,recompute=slice]",
+        "fsdp=2",
+        *more("rtp=3[transport=send_receive]", "ddp=2"),
+    ],
 )
 def test_a_transformer_encoder(layout):
     check(Encoder, layout, shape=(6, 12))
@@ -245,7 +251,7 @@ def evaluations(model):
     return model.evaluate(batch).loss
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "fsdp=2"])
+@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, *more("fsdp=2")])
 def test_evaluation_of_an_encoder(layout):
     for loss in check(Encoder, layout, shape=(6, 12), record=evaluations):
         module = built(Encoder, torch.float64)
@@ -305,7 +311,7 @@ class Recurrent(nn.Module):
         return self.head(y[:, -1] * self.scale.sum(0))
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", "ddp=2", "fsdp=2"])
+@pytest.mark.parametrize("layout", ["rtp=2", "fsdp=2", *more("ddp=2")])
 def test_layers_without_a_rule_are_whole(layout):
     check(Recurrent, layout, shape=(4, 6))
 
@@ -329,7 +335,7 @@ class UsesWeights(nn.Module):
         return self.head(x) * (1 + self.up.weight.pow(2).mean())
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "rtp=3[transport=send_receive,buffering=in_place]"])
+@pytest.mark.parametrize("layout", ["rtp=2", *more(MESSAGES), "rtp=3[transport=send_receive,buffering=in_place]"])
 def test_weights_that_are_used_otherwise_are_made_whole(layout):
     check(UsesWeights, layout, shape=(6,))
 

@@ -95,13 +95,18 @@ def compared(config, layout, expected):
 
 LAYOUTS = [
     "ddp=2,rtp=2[transport=send_receive]",
-    "ddp=2,rtp=2[transport=send_receive,recompute=slice,buffering=in_place]",
-    "ddp=2,rtp=2[transport=send_receive,visits=1]",
-    "ddp=2,rtp=4[transport=hierarchical]",
     "ddp=2,fsdp=2",
-    "ddp=2,fsdp=2[recompute=block]",
-    "ddp=2,megatron=2",
-    "ddp=2,megatron=2[sequence_parallel=true]",
+    *(
+        pytest.param(layout, marks=pytest.mark.slow)
+        for layout in (
+            "ddp=2,rtp=2[transport=send_receive,recompute=slice,buffering=in_place]",
+            "ddp=2,rtp=2[transport=send_receive,visits=1]",
+            "ddp=2,rtp=4[transport=hierarchical]",  # test_rtp_hierarchical.py has replicas of two hosts
+            "ddp=2,fsdp=2[recompute=block]",
+            "ddp=2,megatron=2",  # test_replicas_that_differ.py has such replicas
+            "ddp=2,megatron=2[sequence_parallel=true]",
+        )
+    ),
 ]
 """Those in which it follows from the order of operations alone when a gradient is complete."""
 
@@ -120,7 +125,14 @@ def test_sums_leave_under_backward_and_are_those_of_one_process(layout, tiny):
             assert early + late == total and early > 0.4 * total
 
 
-@pytest.mark.parametrize("layout", ["ddp=2,rtp=2", "ddp=2,rtp=2[recompute=none]", "ddp=2,rtp=2,megatron=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ddp=2,rtp=2",
+        pytest.param("ddp=2,rtp=2[recompute=none]", marks=pytest.mark.slow),
+        pytest.param("ddp=2,rtp=2,megatron=2", marks=pytest.mark.slow),  # exact: test_rtp_around.py
+    ],
+)
 def test_over_shared_memory_they_leave_when_other_ranks_are_ready(layout, tiny):
     """The share that leaves early is a matter of time there; what is summed is not."""
     config = plain_config(tiny("qwen3"), layers=3)

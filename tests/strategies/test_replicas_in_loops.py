@@ -139,10 +139,9 @@ def compared(layout):
     [
         "ddp=2",
         "ddp=2,rtp=2[transport=send_receive]",
-        "ddp=2,fsdp=2",
-        *(
+        *(  # other steps between those of ddp=2,fsdp=2: below
             pytest.param(layout, marks=pytest.mark.slow)
-            for layout in ("ddp=2,megatron=2", "ddp=2,rtp=2", "ddp=2,rtp=1")
+            for layout in ("ddp=2,fsdp=2", "ddp=2,megatron=2", "ddp=2,rtp=2", "ddp=2,rtp=1")
         ),
     ],
 )

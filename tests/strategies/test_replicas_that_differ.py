@@ -105,7 +105,7 @@ STEPS = [(ALL, ALL), (ALL, [0, 2, 3]), ([3, 2], ALL), ([0], [3]), (ALL, ALL)]
     ("layout", "over_messages"),
     [
         ("ddp=2,megatron=2", False),
-        ("ddp=2,rtp=2", False),
+        pytest.param("ddp=2,rtp=2", False, marks=pytest.mark.slow),
         ("ddp=2,rtp=2[transport=send_receive]", False),
         ("ddp=2,fsdp=2", False),
         ("ddp=2,megatron=1", True),
@@ -134,13 +134,23 @@ def steps_alike(layout):
     return max(float((later[n] - first[n]).abs().max()) for later in found[1:] for n in first if first[n].numel())
 
 
-@pytest.mark.parametrize("layout", ["ddp=2,fsdp=2", "ddp=2,megatron=2", "ddp=2,rtp=2[transport=send_receive]"])
+@pytest.mark.parametrize(
+    "layout",
+    ["ddp=2,fsdp=2", "ddp=2,megatron=2", pytest.param("ddp=2,rtp=2[transport=send_receive]", marks=pytest.mark.slow)],
+)
 def test_penalties_count(layout):
     """Under fsdp autograd adds to a shard's gradient itself, after fully_shard has."""
     assert max(run_ranks(steps_alike, layout, num_ranks=4)) < EXACT
 
 
-@pytest.mark.parametrize("layout", ["ddp=2,fsdp=2", "ddp=2,rtp=2", "ddp=2,rtp=2[transport=send_receive]"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("ddp=2,fsdp=2", marks=pytest.mark.slow),  # in loops: test_replicas_in_loops.py
+        "ddp=2,rtp=2",
+        "ddp=2,rtp=2[transport=send_receive]",
+    ],
+)
 def test_layers_may_be_used_more_often_than_before(layout):
     """A step in which a forward does so sends nothing early, and those behind it know."""
     deeper = [[0, 1, 2, 3], [0, 1, 1, 2, 3], [3, 0, 1, 1, 1, 2, 3], [3, 0, 1, 1, 1, 2, 3], [0, 1, 2, 3]]

@@ -124,9 +124,10 @@ def test_the_parts_of_a_shard_lie_in_it_one_after_another(large_vocabulary):
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        ("rtp=3[transport=send_receive]", "qwen3"),  # tied
-        ("rtp=2[recompute=none,transport=send_receive,ahead=2]", "llama"),
-        ("rtp=2", "llama"),  # over shared memory, where there are no parts
+        ("rtp=2[recompute=none,transport=send_receive,ahead=2]", "qwen3"),  # tied
+        pytest.param("rtp=3[transport=send_receive]", "qwen3", marks=pytest.mark.slow),
+        pytest.param("rtp=2[recompute=none,transport=send_receive,ahead=2]", "llama", marks=pytest.mark.slow),
+        pytest.param("rtp=2", "llama", marks=pytest.mark.slow),  # over shared memory, where there are no parts
         pytest.param("rtp=4[recompute=slice,transport=send_receive]", "gemma2", marks=pytest.mark.slow),  # soft caps
         pytest.param("rtp=2[transport=send_receive]", "gpt2", marks=pytest.mark.slow),
         pytest.param("ddp=2,rtp=2[transport=send_receive]", "gpt_neox", marks=pytest.mark.slow),

@@ -24,12 +24,14 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        ("rtp=2,megatron=3", "llama"),  # four groups of heads: one rank of three has two to rotate
-        ("rtp=3,megatron=2", "gemma2"),  # soft caps behind the head, whose slices are uneven
-        ("rtp=2[transport=send_receive,recompute=none],megatron=2", "qwen3"),  # a tied head, its logits kept
         ("rtp=2[recompute=slice],megatron=2[transport=messages]", "gpt_neox"),  # heads fused in one matrix
-        ("rtp=2,megatron=2", "mixtral"),
         ("ddp=2,rtp=2,megatron=2", "olmo2"),  # an attention that is cut weight by weight
+        # Four groups of heads: one rank of three has two to rotate.
+        pytest.param("rtp=2,megatron=3", "llama", marks=SLOW),
+        pytest.param("rtp=3,megatron=2", "gemma2", marks=SLOW),  # soft caps behind the head, whose slices are uneven
+        # A tied head, its logits kept.
+        pytest.param("rtp=2[transport=send_receive,recompute=none],megatron=2", "qwen3", marks=SLOW),
+        pytest.param("rtp=2,megatron=2", "mixtral", marks=SLOW),  # experts: DeepSeek's, below
         pytest.param("rtp=2,megatron=5", "llama", marks=SLOW),  # a rank without heads
         pytest.param("rtp=2[transport=send_receive,buffering=in_place],megatron=2", "llama", marks=SLOW),
         pytest.param("rtp=2[recompute=all_but_attention],megatron=2", "qwen3", marks=SLOW),
@@ -175,7 +177,7 @@ def test_a_rank_without_channels_recomputes_no_more_than_others():
             assert torch.allclose(grads[name], parameter.grad, rtol=1e-10, atol=1e-12), name
 
 
-@pytest.mark.parametrize("layout", ["rtp=2,megatron=2", "rtp=2[recompute=slice],megatron=2"])
+@pytest.mark.parametrize("layout", ["rtp=2,megatron=2", pytest.param("rtp=2[recompute=slice],megatron=2", marks=SLOW)])
 def test_ranks_that_share_a_batch_drop_alike(layout):
     """Outside of what is cut; else their copies of norms would part."""
     found = run_ranks(classified, layout, 0.5, 4, num_ranks=4)

@@ -56,14 +56,19 @@ def compared(config, layouts, hosts, expected):
     return found
 
 
-LAYOUTS = [f"rtp=4[transport=hierarchical,recompute={r}]" for r in ("none", "head", "slice")]
-
-
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
-def test_two_hosts_are_one_process_with_the_bytes_of_the_layout(tiny, tied):
+@pytest.mark.parametrize(
+    ("tied", "recomputes"),
+    [
+        (False, ("none", "slice")),
+        pytest.param(False, ("head",), marks=pytest.mark.slow),
+        pytest.param(True, ("none", "head", "slice"), marks=pytest.mark.slow),
+    ],
+)
+def test_two_hosts_are_one_process_with_the_bytes_of_the_layout(tiny, tied, recomputes):
     config = plain_config(tiny("llama"), layers=2)
     config.tie_word_embeddings = tied
-    for of_rank in run_ranks(compared, config, LAYOUTS, HOSTS, reference(config), num_ranks=4):
+    layouts = [f"rtp=4[transport=hierarchical,recompute={each}]" for each in recomputes]
+    for of_rank in run_ranks(compared, config, layouts, HOSTS, reference(config), num_ranks=4):
         for worst, problems, beyond in of_rank:
             assert worst <= EXACT and problems == [] and beyond == 0
 

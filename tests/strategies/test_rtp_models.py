@@ -284,7 +284,9 @@ def losses(path, layout, autocast, checkpointing=False):
     return out
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", "rtp=3[recompute=slice,transport=send_receive]"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("rtp=2", marks=pytest.mark.slow), "rtp=3[recompute=slice,transport=send_receive]"]
+)
 def test_under_autocast_losses_are_those_of_one_process_to_bfloat16(layout, tiny):
     (expected,) = run_ranks(losses, tiny("llama"), "single", True, num_ranks=1)
     got = run_ranks(losses, tiny("llama"), layout, True, num_ranks=int(layout[4]))[0]

@@ -442,7 +442,9 @@ def freeze(prefix):
     return build
 
 
-@pytest.mark.parametrize("prefix", ["layers.0", "layers.1", "layers", "norm"])
+@pytest.mark.parametrize(
+    "prefix", ["layers.0", *(pytest.param(each, marks=pytest.mark.slow) for each in ("layers.1", "layers")), "norm"]
+)
 def test_frozen_units_get_no_gradients_and_pass_them_on(prefix):
     check(freeze(prefix), "rtp=2", "ddp=2,rtp=2")
 

@@ -48,7 +48,7 @@ def over_symmetric_memory(monkeypatch):
     ("parallel", "model"),
     [
         pytest.param("rtp=3", "qwen3", marks=pytest.mark.slow),
-        ("rtp=2[recompute=none]", "mixtral"),
+        pytest.param("rtp=2[recompute=none]", "mixtral", marks=pytest.mark.slow),
         ("rtp=3[recompute=slice]", "gemma2"),
         ("ddp=2,rtp=2", "llama"),
     ],
@@ -88,10 +88,11 @@ def account(path, precision):
     return losses, slots, said.slots_bytes, {slot.dtype for slot in ring.slots()}, sum(copies)
 
 
-def test_slots_take_what_the_layouts_say_and_slices_visit_in_the_precision_of_the_pass(tiny):
-    precisions = {}, {"autocast_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}
-    full, *halves = (run_ranks(account, tiny("llama"), precision, num_ranks=3) for precision in precisions)
-    pairs = [pair for half in halves for pair in zip(full, half, strict=True)]
+@pytest.mark.parametrize("precision", ["autocast_dtype", pytest.param("param_dtype", marks=pytest.mark.slow)])
+def test_slots_take_what_the_layouts_say_and_slices_visit_in_the_precision_of_the_pass(tiny, precision):
+    precisions = {}, {precision: torch.bfloat16}
+    full, half = (run_ranks(account, tiny("llama"), each, num_ranks=3) for each in precisions)
+    pairs = zip(full, half, strict=True)
     for (losses, taken, said, dtypes, fetched), (rounded, taken_16, said_16, dtypes_16, fetched_16) in pairs:
         assert (taken, taken_16) == (said, said_16) and taken_16 < taken
         assert dtypes == {torch.float32} and dtypes_16 == {torch.float32, torch.bfloat16}

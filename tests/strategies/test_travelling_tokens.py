@@ -99,7 +99,7 @@ def test_bytes_are_the_formula_of_the_pairs_that_travelled(layout):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("mixtral", "ep=2"),  # with the loss of its routers
+        pytest.param("mixtral", "ep=2", marks=pytest.mark.slow),  # with the loss of its routers
         ("qwen2_moe", "ep=3"),
         ("gpt_oss", "ep=3[recompute=block]"),
         pytest.param("mixtral", "ep=3[reshard=false]", marks=pytest.mark.slow),
@@ -116,7 +116,7 @@ def test_exact(kind, layout):
     assert max(report.max_rel_err_loss, report.max_rel_err_grad) <= BAR
 
 
-@pytest.mark.parametrize("layout", ["ep=4", "ep=4[recompute=block]"])
+@pytest.mark.parametrize("layout", [pytest.param("ep=4", marks=pytest.mark.slow), "ep=4[recompute=block]"])
 def test_ranks_that_no_token_goes_to(layout):
     """Four tokens with one expert each, of sixteen over four ranks."""
     config = tiny_config("mixtral", num_local_experts=16, num_experts_per_tok=1, max_position_embeddings=2)

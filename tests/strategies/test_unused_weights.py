@@ -52,13 +52,13 @@ LAYOUTS = [
     "ddp=2",
     "fsdp=2",
     "rtp=2",
-    "rtp=3[transport=send_receive,recompute=slice]",
+    pytest.param("rtp=3[transport=send_receive,recompute=slice]", marks=pytest.mark.slow),
     "osdp=2[memory=100KiB]",
     "megatron=2",
     "ddp=2,megatron=2",
-    "fsdp=2,megatron=2",
     "rtp=2,megatron=2",
-    "ddp=2,rtp=2",
+    pytest.param("fsdp=2,megatron=2", marks=pytest.mark.slow),
+    pytest.param("ddp=2,rtp=2", marks=pytest.mark.slow),  # parts that shares leave out: below
 ]
 
 
@@ -242,7 +242,13 @@ def test_weights_that_no_loss_reaches_have_no_gradient_on_grids_and_in_pipelines
     )
 
 
-@pytest.mark.parametrize("layout", ["rtp=2[recompute=slice]", "rtp=3[transport=send_receive,recompute=slice]"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("rtp=2[recompute=slice]", marks=pytest.mark.slow),
+        "rtp=3[transport=send_receive,recompute=slice]",
+    ],
+)
 def test_whole_weights_that_a_module_uses_without_gradients_have_none(layout, warm):
     """DeepSeek's indexers choose tokens under `no_grad`, with weights gathered for attentions that run on slices."""
     (config,) = (found for found in configurations() if found.__name__ == "DeepseekV32Config")
