@@ -27,14 +27,14 @@ PIPELINES = {
     ("pp=2,fsdp=2", "llama"),
     ("pp=2,tesseract=1x1x2", "llama"),
     ("pp=2,fsdp=2,megatron=2[sequence_parallel=true]", "qwen3"),
+    ("pp=2,rtp=2,megatron=2", "gemma2"),
     ("zeropp=2x2", "gemma2"),
     ("zeropp=2x1,rtp=2", "qwen3"),
     ("ddp=2,zeropp=2x1", "gpt_neox"),
 }
 """Of pipelines, what says most: most of them is one code, `hold/pipeline.py`, on four ranks.
 
-tests/strategies/test_pipelines.py has stages around the other grid, and of stages whose ranks share slices of slices
-one composition says what the others do.
+tests/strategies/test_pipelines.py has stages around the other grid.
 """
 
 

@@ -122,12 +122,12 @@ CASES = [
 LAYOUTS = [
     "ddp=2",
     "ddp=2,fsdp=2",
+    "ddp=2,rtp=2",
     *(
         pytest.param(layout, marks=pytest.mark.slow)
         for layout in (
             "ddp=2,rtp=2[transport=send_receive]",
             "ddp=2,megatron=2",
-            "ddp=2,rtp=2",
             "ddp=2,fsdp=2,megatron=1",
             "rtp=2",
         )
