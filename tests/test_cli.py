@@ -206,7 +206,8 @@ def test_a_truncated_checkpoint_is_refused_when_there_is_no_other(capsys, again,
     for path in (again / "run" / "checkpoints").glob("step-*/rank-*.safetensors"):
         path.write_bytes(path.read_bytes()[:-10])
     line = refused(capsys, again, "train", again / "run.toml", "--resume", "train.steps=9")
-    assert "truncated" in line and str(newest(again)) in line
+    assert "truncated" in line and str(newest(again)) in line and line.endswith("and the run begins anew\n")
+    assert "truncated" not in caplog.text  # said once
 
 
 def test_a_foreign_checkpoint_is_refused(capsys, again):

@@ -24,14 +24,15 @@ def test_a_file_that_cannot_be_looked_at_is_not_called_missing(tmp_path):
         check(file.parent)
 
 
-def test_where_no_checkpoint_is_whole_that_is_said_once(tmp_path, caplog):
+def test_where_no_checkpoint_is_whole_the_newest_says_why_and_once(tmp_path, caplog):
     for step in (1, 2):
         path = tmp_path / "checkpoints" / f"step-0000000{step}"
         path.mkdir(parents=True)
         (path / "manifest.json").write_bytes(b"{")
     nothing = dict.fromkeys(("config", "sizes", "model_config", "spec", "source"))
-    with pytest.raises(ConfigError, match=r"no checkpoint in .*/checkpoints is whole, the newest one is step-00000002"):
+    with pytest.raises(ConfigError, match=r"step-00000002/manifest\.json: .* No whole checkpoint is there: "):
         find_resume(tmp_path, **nothing)
-    first, last = caplog.messages
-    assert "step-00000002" in first and first.endswith("(skipped; looking for the one before)")
-    assert "step-00000001" in last and last.endswith("(skipped; there is none before it)")
+    assert not caplog.messages
+    assert latest(tmp_path) is None
+    assert [line.partition("step-0000000")[2][:1] for line in caplog.messages] == ["2", "1"]
+    assert all("(skipped; " in line for line in caplog.messages)

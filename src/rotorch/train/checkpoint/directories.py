@@ -38,20 +38,25 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def latest(run_dir: AnyPath | str) -> AnyPath | None:
+def latest(run_dir: AnyPath | str, *, or_refuse: bool = False) -> AnyPath | None:
     """Returns the newest whole checkpoint of a run, or None if it has none.
 
     Whole means: a manifest that agrees with itself, and every file there with its size (`check` reads the contents
     too). One that is not whole, and what a save that was cut off has left, is skipped with a word.
 
+    Args:
+        run_dir: of the run.
+        or_refuse: it is wrong input if there are checkpoints, and none is whole.
+
     Raises:
         NewerFormat: if the newest one was written by a later rotorch.
+        ConfigError: with `or_refuse`.
     """
     parent = checkpoints_of(run_dir)
     for path in leftovers(parent):
         if not stands_in(path):
             _LOG.warning("checkpoint: skipping %s, left by a save that was cut off", path)
-    return _newest_whole(candidates(parent))
+    return _newest_whole(candidates(parent), or_refuse=or_refuse)
 
 
 def one_before(path: AnyPath) -> AnyPath | None:
@@ -59,18 +64,27 @@ def one_before(path: AnyPath) -> AnyPath | None:
     return _newest_whole([other for other in candidates(path.parent) if step_of(other) < step_of(path)])
 
 
-def _newest_whole(paths: list[AnyPath]) -> AnyPath | None:
+def _newest_whole(paths: list[AnyPath], *, or_refuse: bool = False) -> AnyPath | None:
+    found: AnyPath | None = None
+    broken: list[ConfigError] = []
     for path in reversed(paths):
         try:
             check_sizes(path, read_manifest(path))
         except NewerFormat:
             raise
         except ConfigError as error:
-            then = "there is none before it" if path is paths[0] else "looking for the one before"
-            _LOG.warning("%s (skipped; %s)", error, then)
+            broken.append(error)
         else:
-            return path
-    return None
+            found = path
+            break
+    if found is None and broken and or_refuse:
+        raise ConfigError(
+            f"{broken[0]}. No whole checkpoint is there: give back its files, or remove {paths[-1].parent}, and the "
+            "run begins anew"
+        )
+    for error in broken:
+        _LOG.warning("%s (skipped; looking for the one before)", error)
+    return found
 
 
 def find_checkpoint(path: AnyPath | str) -> AnyPath:

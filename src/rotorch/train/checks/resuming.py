@@ -12,7 +12,7 @@ from typing import Any
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.run_config import BatchSizes, RunConfig, TrainSection
-from rotorch.train.checkpoint.directories import candidates, checkpoints_of, latest
+from rotorch.train.checkpoint.directories import latest
 from rotorch.train.checkpoint.manifest import MODEL, Manifest, check_sizes, read_manifest
 from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.data.batches import CheckedSource
@@ -37,13 +37,8 @@ def find_resume(
     source: CheckedSource,
 ) -> Resume | None:
     """The newest whole checkpoint, of this model and this order of data; None if none was written yet."""
-    path = latest(saves_in)
+    path = latest(saves_in, or_refuse=True)
     if path is None:
-        if broken := candidates(checkpoints_of(saves_in)):
-            raise ConfigError(
-                f"--resume: no checkpoint in {checkpoints_of(saves_in)} is whole, the newest one is {broken[-1].name}. "
-                "Give back the files that the lines above name; or remove the directory, and the run begins anew"
-            )
         return None
     manifest = read_manifest(path)
     check_sizes(path, manifest)
