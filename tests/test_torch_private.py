@@ -28,12 +28,14 @@ from rotorch._torch_private import (
     FakeTensor,
     LightDispatchMode,
     TorchDispatchMode,
+    add_to_each,
     as_dtensor_class,
     as_one_message,
     as_parameter,
     assert_on_device,
     before_sums_of_gradients,
     copies_its_own_cut,
+    copy_each,
     default_store,
     fake_store,
     fake_tensors,
@@ -318,6 +320,13 @@ def gathered_as_one():
             dist.all_gather_single(whole, part)
     message.wait()
     return [whole.tolist() for whole in wholes]
+
+
+def test_functions_of_lists_write_in_place_and_convert():
+    flat = torch.zeros(5, dtype=torch.bfloat16)
+    copy_each([flat[:2], flat[3:]], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
+    add_to_each([flat[:2], flat[3:]], [torch.ones(2, dtype=torch.bfloat16), flat[:2].clone()])
+    assert flat.tolist() == [2.0, 3.0, 0.0, 4.0, 6.0]
 
 
 def test_collectives_of_one_kind_become_one_message():

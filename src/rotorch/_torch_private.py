@@ -81,12 +81,14 @@ __all__ = [
     "FakeTensor",
     "LightDispatchMode",
     "TorchDispatchMode",
+    "add_to_each",
     "as_dtensor_class",
     "as_one_message",
     "as_parameter",
     "assert_on_device",
     "before_sums_of_gradients",
     "copies_its_own_cut",
+    "copy_each",
     "default_store",
     "fake_store",
     "fake_tensors",
@@ -169,6 +171,22 @@ def as_one_message(group: dist.ProcessGroup) -> Any:
     collects them.
     """
     return dist.distributed_c10d._coalescing_manager(group=group, async_ops=True)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies several tensors, each in place, also into another dtype, in one launch of a GPU where that can be.
+
+    Reason: torch's functions of lists have no public names.
+    """
+    torch._foreach_copy_(targets, sources)
+
+
+def add_to_each(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Adds a tensor to each of several, in place, in one launch of a GPU where that can be.
+
+    Reason: see `copy_each`.
+    """
+    torch._foreach_add_(targets, others)
 
 
 def group_size(name: str) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from rotorch._torch_private import copy_each
 
 
 class Wire:
@@ -44,3 +48,7 @@ class Wire:
     def visit(self, home: Tensor, out: Tensor) -> None:
         """Writes into `out [numel]` the values with which other ranks compute for this slice, without a message."""
         out.copy_(home)
+
+    def visit_in_pieces(self, home: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """The same of a slice that does not lie in one piece where it visits; not of one that is packed."""
+        copy_each(out, home)

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rotorch._torch_private import add_to_each, copy_each
 from rotorch.comm.ring import GradientBuffer, RingSetup, Visit
 from rotorch.comm.transports.messages import Exchange
 from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
@@ -150,8 +151,8 @@ class GroupedRing(SendReceiveRing):
         slot = self._fetched(this, step)[: groups.numels[index]]
         if index == groups.own:  # the neighbours' slices have come beside it; nobody sends this rank its own
             home = self._home_weights[this.item]
-            for chunk in groups.chunks[self.position]:
-                self._wire.visit(_at_home(home, chunk), _in_visit(slot, chunk))
+            own = groups.chunks[self.position]
+            self._wire.visit_in_pieces([_at_home(home, c) for c in own], [_in_visit(slot, c) for c in own])
         return slot
 
     def _post(self, target: Pass, step: int) -> Fetch:
@@ -235,10 +236,10 @@ class GroupedRing(SendReceiveRing):
         item, groups = arriving.item, self._groups[arriving.item]
         self._await_gradient(arriving.exchange, item, groups.own)
         home, own = self._home_gradients[item], self._gradient_slots[arriving.slot]
-        for chunk in groups.chunks[self.position]:
-            target, part = _at_home(home, chunk), _in_visit(own, chunk)
-            # `fresh` as that pass found it: the ring's own flag has been cleared at its end.
-            target.copy_(part) if arriving.fresh else target.add_(part)
+        chunks = groups.chunks[self.position]
+        targets, parts = [_at_home(home, c) for c in chunks], [_in_visit(own, c) for c in chunks]
+        # `fresh` as that pass found it: the ring's own flag has been cleared at its end.
+        (copy_each if arriving.fresh else add_to_each)(targets, parts)
         for part in self._parts(item, arriving.into):
             home.add_(part)
         self._came_home[item] += 1
