@@ -326,6 +326,8 @@ def test_functions_of_lists_write_in_place_and_convert():
     flat = torch.zeros(5, dtype=torch.bfloat16)
     copy_each([flat[:2], flat[3:]], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])])
     add_to_each([flat[:2], flat[3:]], [torch.ones(2, dtype=torch.bfloat16), flat[:2].clone()])
+    copy_each([], [])
+    add_to_each([], [])
     assert flat.tolist() == [2.0, 3.0, 0.0, 4.0, 6.0]
 
 

@@ -178,7 +178,8 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
     Reason: torch's functions of lists have no public names.
     """
-    torch._foreach_copy_(targets, sources)
+    if targets:  # torch refuses empty lists
+        torch._foreach_copy_(targets, sources)
 
 
 def add_to_each(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -186,7 +187,8 @@ def add_to_each(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
     Reason: see `copy_each`.
     """
-    torch._foreach_add_(targets, others)
+    if targets:
+        torch._foreach_add_(targets, others)
 
 
 def group_size(name: str) -> int:

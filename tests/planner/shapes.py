@@ -13,7 +13,7 @@ def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, item
         Unit(
             "embed.weight",
             UnitKind.WEIGHT,
-            Combine.CONCAT,
+            Combine.SUM,
             (Weight("embed.weight", (vocabulary, width), itemsize, Cut(0, vocabulary)),),
             reads_in_backward=0,
         )

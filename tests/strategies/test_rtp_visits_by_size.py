@@ -12,7 +12,9 @@ from rotorch.comm.meter import Meter
 from rotorch.core import row_parts
 from rotorch.core.layout import combine_layouts
 from rotorch.core.row_parts import num_parts
+from rotorch.core.spec import UnitKind
 from rotorch.core.visits_by_size import Visits, visits_of
+from rotorch.core.whole_units import is_whole
 from rotorch.models.describe import describe
 from rotorch.strategies import parse_parallel
 from rotorch.testing.conformance import examine, make_case
@@ -20,6 +22,7 @@ from rotorch.testing.parity import parity_batch
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import plain_config
 from rotorch.testing.traffic import traffic_problems
+from rotorch.testing.verify import verify
 
 
 @pytest.fixture
@@ -46,10 +49,11 @@ def visits_in(path, layout):
 
 
 def test_small_units_come_in_few_visits_and_tables_in_many(tiny, shaped):
+    """Heads in no fewer than were asked for: logits exist a visit at a time."""
     # Slices of the tiny llama on four ranks: table and head 41 KB, attention 49 KB, MLP 99 KB.
-    assert visits_in(tiny("llama"), "rtp=4[transport=send_receive,visits=2]") == [1, 1, 2, 1]
+    assert visits_in(tiny("llama"), "rtp=4[transport=send_receive,visits=2]") == [1, 1, 2, 2]
     assert visits_in(tiny("llama"), "rtp=4[transport=send_receive,visits=1]") == [1, 1, 1, 1]
-    assert visits_in(tiny("llama"), "rtp=4[transport=send_receive,visits=4]") == [2, 2, 4, 2]
+    assert visits_in(tiny("llama"), "rtp=4[transport=send_receive,visits=4]") == [2, 2, 4, 4]
     assert visits_in(tiny("llama"), "rtp=4[transport=send_receive]") == [4, 4, 4, 4]
     # A table's slice of 256 KB, where a visit of the MLP is one of 198.
     assert visits_in(shaped(vocab_size=2000), "rtp=4[transport=send_receive,visits=2]") == [4, 1, 2, 4]
@@ -58,7 +62,7 @@ def test_small_units_come_in_few_visits_and_tables_in_many(tiny, shaped):
 def test_the_interiors_that_backward_makes_again_stay_small(tiny):
     for recompute in ("slice", "all_but_attention"):
         layout = f"rtp=4[transport=send_receive,visits=2,recompute={recompute}]"
-        assert visits_in(tiny("llama"), layout) == [1, 2, 2, 1]
+        assert visits_in(tiny("llama"), layout) == [1, 2, 2, 2]
 
 
 def test_visits_below_those_of_the_largest_take_no_memory(tiny):
@@ -88,6 +92,23 @@ def test_tables_in_parts_beside_units_whose_slices_come_together(shaped, monkeyp
     assert any(num_parts(unit) > 1 for unit in strategy_and_units(path, layout)[1])
     problems = examine(make_case(path, directory=tmp_path / "case"), parallel=layout, scratch=tmp_path)
     assert [f"{name}: {found[:3]}" for name, found in problems.items() if found] == []
+
+
+def test_ranks_without_any_part_of_an_attention(shaped, warm):
+    """Two groups of heads on four ranks: what some ranks have of a visit is nothing."""
+    path = shaped(num_key_value_heads=2)
+    report = verify(path, parallel="rtp=4[transport=send_receive,visits=2]", layers=2, steps=2, timeout_s=300)
+    assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
+
+
+def test_a_budget_for_whole_units_weighs_messages_as_they_are(tiny):
+    """Units that are chosen to be whole have no visits, and the others have theirs."""
+    spec = describe(build(plain_config(tiny("llama"), layers=2)))
+    (strategy,) = parse_parallel("rtp=4[transport=send_receive,visits=2,memory=4MiB]")
+    units = strategy.units_of(spec).units
+    whole = [unit for unit in units if is_whole(unit)]
+    assert whole and all(unit.note(Visits) is None for unit in whole)
+    assert all(unit.note(Visits) is not None for unit in units if unit.kind is not UnitKind.REPLICATED)
 
 
 def in_bfloat16(config, layout, num_ranks):

@@ -49,8 +49,8 @@ class VisitingSlices(ModuleSlices):
         compiled: bool,
         within: ParallelRegion | None = None,
     ) -> None:
-        self._num_visits, self._within = rotating.slices.num_visits, within
-        self.num_slices = self._num_visits * (1 if within is None else within.axis_group.size)
+        self._within = within
+        self.num_slices = rotating.slices.num_visits * (1 if within is None else within.axis_group.size)
         self._module, self._rotating = module, rotating
         self._buffers = WrittenBuffers(module)
         self._whole = whole
@@ -131,7 +131,8 @@ class VisitingSlices(ModuleSlices):
         packed, pairs = _Packed(), self._pairs(leaves)
         caches = [i for i, leaf in enumerate(leaves) if is_cache(leaf)]
         for i in caches:
-            make_room(leaves[i], module=self._module, name=unit.name, num_slices=self._num_visits)
+            # For as many as a pass may have: attentions of other sizes have other numbers of visits.
+            make_room(leaves[i], module=self._module, name=unit.name, num_slices=self._rotating.slices.num_slices)
 
         def run_slice(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
             self._visiting = weights

@@ -22,14 +22,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from rotorch.core.spec import Unit, UnitKind
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
-from rotorch.core.visits_by_size import visits_of
+from rotorch.core.visits_by_size import Visits
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
 from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
@@ -173,6 +173,7 @@ def memory_of(
     batch: MicroBatch,
     accumulation: int,
     parts: Sequence[range] = (),
+    cut: FoldedModel | None = None,
     held: FoldedModel | None = None,
 ) -> Memory:
     """Peak of the rank that holds most.
@@ -185,6 +186,7 @@ def memory_of(
         batch: one micro-batch.
         accumulation: micro-batches of a step.
         parts: layers of each stage, where there are stages.
+        cut: the model as strategies hold it, whose units have numbers of visits of their own; given if slices visit.
         held: the model as the innermost strategy holds it, with one layer per class; given if its buffers grow with the
             batch.
     """
@@ -199,8 +201,14 @@ def memory_of(
     passes = _Passes(
         model, traced, strategies, own, accumulation, parts, float(slots),
         keys=tuple(map(sum, keys)), attending=tuple(max(each, default=0.0) for each in attending),
+        visits_by_name={} if cut is None else _visits_by_name(cut),
     )  # fmt: skip
     return max((passes.peak(rank) for rank in ranks), key=lambda memory: memory.total_bytes)
+
+
+def _visits_by_name(model: FoldedModel) -> dict[str, int]:
+    units = (*model.before, *(unit for layer in model.classes for unit in layer.units), *model.after)
+    return {unit.name: note.count for unit in units if (note := unit.note(Visits)) is not None}
 
 
 def _in_flight(stages: StageStrategy, accumulation: int) -> tuple[int, ...]:
@@ -231,6 +239,8 @@ class _Passes:
     """By class of layers: bytes of keys and values that the layer keeps of a sequence which ranks share."""
     attending: tuple[float, ...]
     """The same of what there is beside them in their backward."""
+    visits_by_name: Mapping[str, int]
+    """Of units that have a number of visits of their own."""
 
     @property
     def inner(self) -> Strategy:
@@ -265,7 +275,7 @@ class _Passes:
         if self.ring is None:
             return 1
         cut = (unit for unit in units if unit.kind is not UnitKind.REPLICATED)
-        return max((visits_of(unit, num_slices=self.ring.num_ranks) for unit in cut), default=1)
+        return max((self.visits_by_name.get(unit.name, self.ring.num_ranks) for unit in cut), default=1)
 
     def visits_in(self, number: int) -> int:
         """The same of a layer, by the number of its class."""

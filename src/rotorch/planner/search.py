@@ -4,9 +4,9 @@
     First the compositions: every way to write the number of ranks as replicas x stages x ranks of an innermost
     strategy, of those that compose and can hold the model. Then memory: it grows with the rows of a micro-batch, so
     each composition has a largest one that fits. Then time, for that one and the next smaller one; pipelines by the
-    recurrence of their table. The best pipelines are tried again with other schedules, the best rings between GPUs or
-    hosts with fewer and larger visits, and the best rings and gathered models with units that are whole on every rank,
-    within shares of the memory that they leave (`_budgets`). Where no
+    recurrence of their table. The best pipelines are tried again with other schedules, the best rings between GPUs with
+    fewer and larger visits, and the best rings and gathered models with units that are whole on every rank, within
+    shares of the memory that they leave (`_budgets`). Where no
     ring, gathered model or replicas alone fit, or the batch has too few rows for them, ranks share sequences.
 
 [Note: reasons]
@@ -232,8 +232,8 @@ class _Search:
                 shared = sharing_sequences(num_ranks, rows=task.batch.rows, per_node=per_node)
                 plans += [plan for text in shared for plan in self._plans(text)]
             plans += self._rescheduled(plans)
-            plans += self._in_other_visits(plans)
-            plans += self._mixed(plans)
+            rings = self._in_other_visits(plans)
+            plans += [*rings, *self._mixed(plans, rings)]
         return SearchResult(_with_reasons(plans, task), self.refused)
 
     def _rescheduled(self, plans: Sequence[Plan]) -> list[Plan]:
@@ -252,9 +252,8 @@ class _Search:
         return [plan for text in sorted(found) for plan in found[text]]
 
     def _in_other_visits(self, plans: Sequence[Plan]) -> list[Plan]:
-        """The fastest rings again, with several slices in one visit; ranks of a CPU host read slices where they are."""
-        cluster = self.task.cluster
-        if cluster.device.type == "cpu" and cluster.nodes == 1:
+        """The fastest rings again, with several slices in one visit; CPU ranks read slices where they are."""
+        if self.task.cluster.device.type == "cpu":
             return []
         rings = {p.parallel: parse_parallel(p.parallel)[-1] for p in _fastest(plans, kind="rtp")}
         return [
@@ -297,11 +296,11 @@ class _Search:
             self.refused.setdefault(text, why)
         return [plan for plan in tried if plan is not None]
 
-    def _mixed(self, plans: Sequence[Plan]) -> list[Plan]:
-        """The fastest plans again, with units that are whole in the memory that is left beside them."""
+    def _mixed(self, *groups: Sequence[Plan]) -> list[Plan]:
+        """The fastest plans of each group again, with units that are whole in the memory that is left beside them."""
         found: list[Plan] = []
-        known = {_figures(plan) for plan in plans}
-        for text in self._budgets(plans):
+        known = {_figures(plan) for plans in groups for plan in plans}
+        for text in dict.fromkeys(text for plans in groups for text in self._budgets(plans)):
             for plan in self._plans(text):
                 if _figures(plan) not in known:  # else no unit fits into the budget, or the same ones do
                     known.add(_figures(plan))
@@ -322,7 +321,7 @@ class _Search:
                 budgets = [int(least + share * spare) for share in SPARE_SHARES]
                 budgets = [budget for budget in budgets if budget < most]  # else all units are whole
                 found += [_with_option(plan.parallel, _budget_text(budget)) for budget in budgets]
-        return list(dict.fromkeys(found))
+        return found
 
     def candidate(self, text: str) -> _Candidate:
         """A layout, or why it cannot hold the model."""
@@ -414,6 +413,7 @@ class _Search:
             batch=self._micro_batch(rows),
             accumulation=accumulation,
             parts=candidate.parts,
+            cut=candidate.model if with_visits(candidate.strategies) is not None else None,
             held=candidate.model if getattr(candidate.strategies[-1], "transport", "") == "shared_memory" else None,
         )
 

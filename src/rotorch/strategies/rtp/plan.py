@@ -22,8 +22,9 @@ Cost (unit of P bytes, n ranks)
                symmetric memory a third buffer for gradients, the inbox. `buffering=in_place`, over messages: slices
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
                of a few MiB at most; uneven slices need room for the largest one in every home. `ahead=2`: a third slot.
-               Over messages out of place a slice of an embedding or a head that is as large as two of a layer, or more,
-               visits in parts about as large as one of these, of 1 MiB at least, and slots are no larger than that.
+               With `visits=g` slots hold n/g slices. Over messages out of place a slice of an embedding or a head that
+               is as large as two visits of a layer, or more, comes in parts about as large as one of these, of 1 MiB at
+               least, and slots are no larger than that.
                Under `auto`, which may come to a transport without parts, plans count whole slices.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
@@ -89,7 +90,7 @@ from rotorch.core.strategy import OneAxis, Strategy
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
 from rotorch.core.visits_by_size import visits_of, with_visits
 from rotorch.core.whole_experts import check_whole_experts, with_whole_experts
-from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
+from rotorch.core.whole_units import StaysWhole, check_memory, is_whole, whole_layout, with_whole_units
 
 _COMPUTE_ITEMSIZE = 2  # of bfloat16 and float16
 
@@ -117,8 +118,8 @@ class RTP(OneAxis):
             packed or replace each other.
         visits: number of visits in which the slices of a layer's largest unit come, over messages out of place; it
             divides `size`. `size / visits` slices lie side by side in a slot, and are one product. Smaller units come
-            in as few visits as fit into the same slots, and tables in more (core/visits_by_size.py). By default every
-            slice comes by itself.
+            in as few visits as fit into the same slots, tables in more, heads in no fewer (core/visits_by_size.py). By
+            default every slice comes by itself.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
@@ -195,12 +196,18 @@ class RTP(OneAxis):
             # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
             transport = "send_receive" if self.transport == "auto" else self.transport
             unlimited = self.model_copy(update={"memory": None, "transport": transport})
-            chosen = with_whole_units(held, strategy=unlimited, axis="rtp", memory=self.memory)
-            held = replace(chosen, units=tuple(_uncut(unit) if is_whole(unit) else unit for unit in chosen.units))
+            weighed = self._in_visits(held) if self.visits is not None else held
+            chosen = with_whole_units(weighed, strategy=unlimited, axis="rtp", memory=self.memory)
+            found = zip(held.units, map(is_whole, chosen.units), strict=True)
+            held = replace(held, units=tuple(_uncut(unit) if whole else unit for unit, whole in found))
+        return self._in_visits(held)
+
+    def _in_visits(self, spec: ModelSpec) -> ModelSpec:
+        """The same model, its units with how their slices visit."""
         if self.visits is not None and self.size > 1:
             by_size = not self.recomputes_units
-            return with_visits(held, num_slices=self.size, most=self.visits, by_size=by_size)
-        return with_row_parts(held, num_slices=self.size) if self._visit_in_parts else held
+            return with_visits(spec, num_slices=self.size, most=self.visits, by_size=by_size)
+        return with_row_parts(spec, num_slices=self.size) if self._visit_in_parts else spec
 
     @property
     def _visit_in_parts(self) -> bool:
@@ -459,4 +466,5 @@ class RTP(OneAxis):
 
 def _uncut(unit: Unit) -> Unit:
     """A unit that does not rotate: its module runs as it is, with the biases that slices add once."""
+    unit = unit.with_note(StaysWhole())
     return replace(unit, kind=UnitKind.REPLICATED, combine=Combine.NONE, replicated=(), added_once=())
