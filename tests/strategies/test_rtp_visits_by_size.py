@@ -16,6 +16,7 @@ from rotorch.core.spec import UnitKind
 from rotorch.core.visits_by_size import Visits, visits_of
 from rotorch.core.whole_units import is_whole
 from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm
 from rotorch.strategies import parse_parallel
 from rotorch.testing.conformance import examine, make_case
 from rotorch.testing.parity import parity_batch
@@ -109,6 +110,22 @@ def test_a_budget_for_whole_units_weighs_messages_as_they_are(tiny):
     whole = [unit for unit in units if is_whole(unit)]
     assert whole and all(unit.note(Visits) is None for unit in whole)
     assert all(unit.note(Visits) is not None for unit in units if unit.kind is not UnitKind.REPLICATED)
+
+
+def continued(config, layout):
+    torch.manual_seed(0)
+    model = causal_lm(config).eval()
+    if layout is not None:
+        model = rotorch.parallelize(model, layout, device="cpu")
+    with torch.no_grad():
+        return model.generate(torch.arange(1, 9).view(1, 8), max_new_tokens=6, do_sample=False).tolist()
+
+
+def test_keys_and_values_of_larger_slices_are_cached(tiny, warm):
+    """Attention comes in one visit here, and the MLP in two."""
+    config = plain_config(tiny("llama"), layers=2)
+    layout = "rtp=4[transport=send_receive,visits=2]"
+    assert run_ranks(continued, config, layout, num_ranks=4) == [continued(config, None)] * 4
 
 
 def in_bfloat16(config, layout, num_ranks):
