@@ -37,7 +37,7 @@ def visits_of(unit: Unit, *, num_slices: int) -> int:
     return num_slices if note is None else note.count
 
 
-def with_visits(spec: ModelSpec, *, num_slices: int, most: int, by_size: bool) -> ModelSpec:
+def with_visits_by_size(spec: ModelSpec, *, num_slices: int, most: int, by_size: bool) -> ModelSpec:
     """The same model, its units with their numbers of visits.
 
     Args:

@@ -88,7 +88,7 @@ from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import OneAxis, Strategy
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
-from rotorch.core.visits_by_size import visits_of, with_visits
+from rotorch.core.visits_by_size import visits_of, with_visits_by_size
 from rotorch.core.whole_experts import check_whole_experts, with_whole_experts
 from rotorch.core.whole_units import StaysWhole, check_memory, is_whole, whole_layout, with_whole_units
 
@@ -206,7 +206,7 @@ class RTP(OneAxis):
         """The same model, its units with how their slices visit."""
         if self.visits is not None and self.size > 1:
             by_size = not self.recomputes_units
-            return with_visits(spec, num_slices=self.size, most=self.visits, by_size=by_size)
+            return with_visits_by_size(spec, num_slices=self.size, most=self.visits, by_size=by_size)
         return with_row_parts(spec, num_slices=self.size) if self._visit_in_parts else spec
 
     @property
