@@ -29,7 +29,6 @@ from functools import cached_property, lru_cache
 from rotorch.core.spec import Unit, UnitKind
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
-from rotorch.core.visits_by_size import Visits
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
 from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
@@ -201,14 +200,9 @@ def memory_of(
     passes = _Passes(
         model, traced, strategies, own, accumulation, parts, float(slots),
         keys=tuple(map(sum, keys)), attending=tuple(max(each, default=0.0) for each in attending),
-        visits_by_name={} if cut is None else _visits_by_name(cut),
+        visits_by_name={} if cut is None else cut.visits_by_name,
     )  # fmt: skip
     return max((passes.peak(rank) for rank in ranks), key=lambda memory: memory.total_bytes)
-
-
-def _visits_by_name(model: FoldedModel) -> dict[str, int]:
-    units = (*model.before, *(unit for layer in model.classes for unit in layer.units), *model.after)
-    return {unit.name: note.count for unit in units if (note := unit.note(Visits)) is not None}
 
 
 def _in_flight(stages: StageStrategy, accumulation: int) -> tuple[int, ...]:

@@ -6,8 +6,8 @@
     each composition has a largest one that fits. Then time, for that one and the next smaller one; pipelines by the
     recurrence of their table. The best pipelines are tried again with other schedules, the best rings between GPUs with
     fewer and larger visits, and the best rings and gathered models with units that are whole on every rank, within
-    shares of the memory that they leave (`_budgets`). Where no
-    ring, gathered model or replicas alone fit, or the batch has too few rows for them, ranks share sequences.
+    shares of the memory that they leave (`_budgets`). Where no ring, gathered model or replicas alone fit, or the batch
+    has too few rows for them, ranks share sequences.
 
 [Note: reasons]
     A plan that does not fit names its largest category of memory. A slower plan names the part of a step on which it

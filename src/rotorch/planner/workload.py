@@ -169,6 +169,12 @@ class FoldedModel:
         return next((u for u in (*self.after, *self.before) if u.logits), None)
 
     @cached_property
+    def visits_by_name(self) -> dict[str, int]:
+        """Numbers of visits of the units that have one of their own, once per class of layers."""
+        units = (*self.before, *(unit for layer in self.classes for unit in layer.units), *self.after)
+        return {unit.name: note.count for unit in units if (note := unit.note(Visits)) is not None}
+
+    @cached_property
     def num_parameters(self) -> int:
         """Number of parameters of all layers and of the units around them."""
         outside = sum(w.numel for u in (*self.before, *self.after) for w in u.weights)

@@ -248,7 +248,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
     strategy: RTP = setup.strategy
     parameters, size = dict(setup.module.named_parameters()), strategy.size
     in_place = _one_by_one(visiting, sites=setup.sites, heads=heads)
-    grouped = strategy.visits is not None and size > 1
+    grouped = strategy.visits_together
     slices = [
         FlatSlices(unit.weights, num_slices=size, num_visits=visits_of(unit, num_slices=size), cut_first=grouped)
         for unit in visiting

@@ -163,6 +163,11 @@ class RTP(OneAxis):
         return self
 
     @property
+    def visits_together(self) -> bool:
+        """True if several slices may come in one visit."""
+        return self.visits is not None and self.size > 1
+
+    @property
     def recomputes_units(self) -> bool:
         """True if backward runs units again, a slice at a time."""
         return self.recompute in ("all_but_attention", "slice")
@@ -196,7 +201,7 @@ class RTP(OneAxis):
             # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
             transport = "send_receive" if self.transport == "auto" else self.transport
             unlimited = self.model_copy(update={"memory": None, "transport": transport})
-            weighed = self._in_visits(held) if self.visits is not None else held
+            weighed = self._in_visits(held) if self.visits_together else held
             chosen = with_whole_units(weighed, strategy=unlimited, axis="rtp", memory=self.memory)
             found = zip(held.units, map(is_whole, chosen.units), strict=True)
             held = replace(held, units=tuple(_uncut(unit) if whole else unit for unit, whole in found))
@@ -204,7 +209,7 @@ class RTP(OneAxis):
 
     def _in_visits(self, spec: ModelSpec) -> ModelSpec:
         """The same model, its units with how their slices visit."""
-        if self.visits is not None and self.size > 1:
+        if self.visits is not None and self.visits_together:
             by_size = not self.recomputes_units
             return with_visits_by_size(spec, num_slices=self.size, most=self.visits, by_size=by_size)
         return with_row_parts(spec, num_slices=self.size) if self._visit_in_parts else spec
@@ -290,9 +295,9 @@ class RTP(OneAxis):
         return self._visiting_bytes(slice_bytes, itemsize=itemsize)
 
     def _outbox_bytes(self, largest: int, *, itemsize: int) -> int:
-        """The buffer in which slices are converted or packed to be sent."""
-        by_messages = self.size > 1 and self.transport in ("auto", "send_receive")
-        return self._message_bytes(largest, itemsize=itemsize) if by_messages and self._copies_travel(itemsize) else 0
+        """The buffer in which slices are converted or packed to be sent, over messages."""
+        elsewhere = self.size > 1 and self.transport not in ("auto", "send_receive")
+        return 0 if elsewhere or not self._copies_travel(itemsize) else self._message_bytes(largest, itemsize=itemsize)
 
     def _slots_bytes(self, largest: int, *, together: int, itemsize: int) -> int:
         """All buffers that slices and gradients pass through, shared by all units; `together` slices come at once."""
@@ -308,7 +313,7 @@ class RTP(OneAxis):
             return 2 * visiting + 3 * largest  # two for weights; two for gradients, and the inbox
         if self.transport == "hierarchical" and travels:
             return (self.ahead + 1 + sum_slots(self.hosts) + 1) * largest
-        to_send = message if copies else 0
+        to_send = self._outbox_bytes(largest, itemsize=itemsize)
         if self._in_place:
             hops = bounce_bytes(message) + largest + bounce_bytes(largest) if travels else 0
             return to_send + unpacked + hops
