@@ -3,9 +3,11 @@
 import gc
 import json
 import sys
+import weakref
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -111,6 +113,22 @@ def test_no_garbage_is_collected_while_bytes_are_counted():
         gc.set_threshold(*usual)
         gc.callbacks.remove(note)
     assert collected and not any(collected)
+
+
+def test_a_storage_with_the_key_of_one_that_died_is_told_apart(llama, monkeypatch):
+    """Addresses come again. Here each key does, as soon as it can."""
+    config, model, traced = llama
+    free, given = list(range(100_000, 0, -1)), WeakKeyDictionary()
+
+    def key_of(tensor):
+        storage = tensor.untyped_storage()
+        if storage not in given:
+            given[storage] = key = free.pop()
+            weakref.finalize(storage, free.append, key).atexit = False
+        return given[storage]
+
+    monkeypatch.setattr(traced_memory, "storage_key", key_of)
+    assert trace_memory(config, model, tokens=32, precision="float32") == traced
 
 
 def test_tensors_of_others_do_not_count(llama):

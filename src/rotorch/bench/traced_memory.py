@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -281,8 +282,12 @@ class _Saved:
         """Storages that the unit was given whose forward runs, if one does."""
         self.inside = "interior"
         """Kind of what that unit keeps."""
-        self.shared: set[int] = set()
-        """Storages that all layers are given: tables of positions, masks."""
+        self._shared: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+        """Storages that all layers are given, while they live: what comes later may have the key of one that died."""
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Notes tensors that all layers are given: tables of positions, masks."""
+        self._shared.update({storage_key(tensor): tensor.untyped_storage() for tensor in tensors})
 
     def pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
@@ -290,8 +295,8 @@ class _Saved:
             return tensor
         if tensor.shape and tensor.shape[-1] == self._columns:
             kind = "logits"
-        elif not self.layer or key in self.shared:
-            kind = "behind" if self.is_behind and key not in self.shared else "outside"
+        elif not self.layer or key in self._shared:
+            kind = "behind" if self.is_behind and key not in self._shared else "outside"
         else:
             is_inside = self.unit is not None and key not in self.unit
             kind = f"{self.layer} {'attention' if self.attends else self.inside if is_inside else 'stream'}"
@@ -422,7 +427,7 @@ def _named(
         def begins(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             saved.layer = name
             hidden = args[0] if args else kwargs["hidden_states"]
-            saved.shared |= {storage_key(tensor) for tensor in tensors_in((args, kwargs)) if tensor is not hidden}
+            saved.share(tensor for tensor in tensors_in((args, kwargs)) if tensor is not hidden)
             given[f"{name} given"] = float(hidden.untyped_storage().nbytes())
 
         def ends(*_: Any, name: str = name) -> None:
