@@ -68,6 +68,7 @@ ROWS = (
     (f"rtp={NUM_RANKS}[transport=send_receive]", "bfloat16"),
     *((f"rtp={NUM_RANKS}[transport=send_receive,visits={g}]", "bfloat16") for g in (8, 4, 2, 1)),
     (NULL, "bfloat16"),
+    *((NULL.replace("]", f",visits={g}]"), "bfloat16") for g in (8, 4)),
 )
 """Layouts, each with the precision of its passes: under autocast, or with weights in bfloat16. `symmetric_memory` is
 over memory without peers."""
@@ -106,7 +107,7 @@ class Contender:
             self._passes: Callable[[], Any] = lambda: causal_lm_loss(module, batch, tokens - 1).backward()
             return
         with ExitStack() as stack:
-            if parallel == NULL:
+            if "symmetric_memory" in parallel:
                 stack.enter_context(mock.patch.object(rtp_apply, "make_ring", self._null_ring))
                 stack.enter_context(mock.patch.object(RTP, "check_device", lambda *_: None))
             self.model = rotorch.parallelize(module, parallel, device="cpu", **precision_arguments(mode))
@@ -125,15 +126,23 @@ class Contender:
         for parameter in () if self.model is not None else self._module.parameters():
             parameter.to_local().detach().normal_(std=0.02)
 
-    def _null_ring(self, _transport: str, *, mesh: Any, numels: Any, dtype: Any, device: Any, **options: Any) -> Any:
+    def _null_ring(self, _transport: str, **given: Any) -> SymmetricMemoryRing:
         memory = NullPeerMemory
 
-        def make_memory(**given: Any) -> NullPeerMemory:
-            self._memory = memory(**given, copy_engine=lambda: self.operations.paused())
+        def make_memory(**window: Any) -> NullPeerMemory:
+            self._memory = memory(**window, copy_engine=lambda: self.operations.paused())
             return self._memory
 
-        setup = RingSetup(mesh, numels, dtype, device=device, wire_dtype=options.get("wire_dtype"))
-        return SymmetricMemoryRing(setup, make_memory=make_memory)
+        setup = RingSetup(
+            given["mesh"],
+            given["numels_in_parts"],
+            given["dtype"],
+            device=given["device"],
+            wire_dtype=given["wire_dtype"],
+            later_parts=given["later_parts"],
+        )
+        together = {"num_visits": given["num_visits"], "flat_chunks": given["flat_chunks"]}
+        return SymmetricMemoryRing(setup, **together, make_memory=make_memory)
 
     @property
     def lane_calls(self) -> int:

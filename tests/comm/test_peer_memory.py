@@ -120,8 +120,8 @@ def test_each_lane_works_on_its_stream_and_waits_without_a_timeout(cuda):
         lane.signal(1, channel=3)
         lane.wait_signal(1, channel=4)
         to, source = torch.zeros(2), torch.ones(2)
-        lane.copy(to, source)
-        lane.add(to, source)
+        lane.copy([to], [source])
+        lane.add([to], [source])
         assert to.tolist() == [2.0, 2.0]
     memory.fetches.after(memory.hops.mark())
     memory.barrier()
@@ -176,9 +176,10 @@ def test_a_step_of_a_ring_of_two_call_by_call(cuda, monkeypatch):
     signals = [note for note in cuda.notes if note[1] in ("signal", "wait")]
     came, free = 3, 4  # channels of every other step; 0 is the barrier's
     assert signals == [
+        ("hops", "signal", 1, free, 0),  # the other may push into this one's inbox
+        ("hops", "wait", 1, free, 0),
         ("hops", "signal", 1, came, 0),  # the other's slice: made, pushed into its inbox
         ("hops", "wait", 1, came, 0),  # one's own: the other's part is in the inbox
-        ("hops", "signal", 1, free, 0),
     ]
     assert cuda.notes[-1] == ("compute", "waits for", "hops")
     inbox = slice(ring.window_bytes // 4 - 4, None)

@@ -21,11 +21,15 @@ TRANSPORTS = (
     "send_receive",
     "send_receive+wire",
     "send_receive+ahead",
+    "send_receive+together",
+    "send_receive+together+wire",
     "send_receive+in_place",
     "send_receive+in_place+chunks",
     "send_receive+in_place+wire",
     "symmetric_memory",
     "symmetric_memory+wire",
+    "symmetric_memory+together",
+    "symmetric_memory+together+wire",
 )
 """Variants of a transport: see `conftest.ring`."""
 
@@ -46,6 +50,20 @@ def values(item, index, numel):
 def part(rank, item, index, numel, *, scale=1.0):
     """Part of `rank` in the gradient of a slice."""
     return scale * (torch.arange(numel, dtype=torch.float64) + 10.0 * index + item + 1.0) * 2.0**rank
+
+
+def in_visit(ring, item, index, of_slice):
+    """Elements of visit `index` of an item, made of its slices: `of_slice(index, numel)`."""
+    numels = ring.numels[item]
+    if not hasattr(ring, "_groups"):
+        return of_slice(index, numels[index])
+    groups = ring._groups[item]
+    visit = torch.full((groups.numels[index],), float("nan"), dtype=torch.float64)
+    for number in groups.ranks(index):
+        home = of_slice(number, numels[number])
+        for chunk in groups.chunks[number]:
+            chunk.in_visit(visit).copy_(chunk.at_home(home))
+    return visit
 
 
 def summed(ring, item, *, scale=1.0):
@@ -74,7 +92,7 @@ def backward(ring, item, *, fetch=True, stop=None, scale=1.0, wait=True, changed
         check_visit(ring, item, visit, backward=True, number=number, fetch=fetch, changed=changed)
         stagger(ring, seed=number)
         buffer = ring.gradient(item, visit, wait=wait) or ring.gradient(item, visit, wait=True)
-        mine = part(ring.position, item, visit.index, ring.numels[item][visit.index], scale=scale)
+        mine = in_visit(ring, item, visit.index, partial(part, ring.position, item, scale=scale))
         if buffer.fresh:
             buffer.flat.copy_(mine)
         else:
@@ -87,11 +105,12 @@ def backward(ring, item, *, fetch=True, stop=None, scale=1.0, wait=True, changed
 
 def check_visit(ring, item, visit, *, backward, number, fetch=True, changed=0.0):
     """Holds a visit against what is due; `changed` is what was added to all weights."""
-    n, r = ring.size, ring.position
+    groups = getattr(ring, "_groups", None)
+    n, r = (ring.size, ring.position) if groups is None else (groups[item].count, groups[item].own)
     assert visit.index == ((r + 1 + number) % n if backward else (r - number) % n)
     assert visit.number == number
     if fetch:
-        expected = values(item, visit.index, ring.numels[item][visit.index]) + changed
+        expected = in_visit(ring, item, visit.index, partial(values, item)) + changed
         assert torch.equal(visit.weights.double(), expected)
     else:
         assert visit.weights is None

@@ -78,6 +78,15 @@ def test_slices_that_visit_in_another_precision_whatever_runs_first(schedule, ri
     on_ranks(test_ring.several_steps, 3, ring, schedule, variant="+wire")
 
 
+@pytest.mark.parametrize("schedule", SOME)
+@pytest.mark.parametrize(
+    "steps", [*STEPS[:2], *(pytest.param(each, marks=pytest.mark.slow) for each in STEPS[2:])], ids=lambda f: f.__name__
+)
+def test_slices_that_visit_together_whatever_runs_first(steps, schedule, ring):
+    """Groups of four, of one, and of two."""
+    on_ranks(steps, 4, ring, schedule, variant="+together")
+
+
 # ------------------------------------------------------------- what is left out is found
 
 
@@ -100,10 +109,11 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.parametrize("variant", ["", "+together"])
 @pytest.mark.parametrize("fault", FORGOTTEN)
-def test_what_is_not_waited_for_is_found(fault, ring):
+def test_what_is_not_waited_for_is_found(fault, variant, ring):
     with pytest.raises(RankFailure, match=r"OutOfOrder: rank \d"):
-        on_ranks(test_ring.several_steps, 3, ring, "some early, some late", [FORGOTTEN[fault]])
+        on_ranks(test_ring.several_steps, 3, ring, "some early, some late", [FORGOTTEN[fault]], variant)
 
 
 def one_credit_too_few(ring):

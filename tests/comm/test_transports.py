@@ -220,7 +220,7 @@ def fallen_back(reason):
     """The ring for CUDA where windows cannot be made; the tensors are made on CPU."""
     import rotorch.comm.transports as module
 
-    def unavailable(_):
+    def unavailable(*_, **__):
         raise peer_memory.PeerMemoryUnavailable(reason)
 
     module.SymmetricMemoryRing = unavailable

@@ -4,6 +4,8 @@ The windows are files that CPU ranks map, lanes run at random, and whatever the 
 be under way is found (`rotorch.testing.peer_memory`). What CUDA does is tested in tests/gpu.
 """
 
+import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ import rotorch
 from rotorch.comm.meter import Meter
 from rotorch.comm.ring import RingSetup
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
+from rotorch.core import row_parts
 from rotorch.core.errors import RankFailure
 from rotorch.core.layout import combine_layouts
 from rotorch.models.hf import causal_lm, load_config
@@ -32,9 +35,11 @@ def over_symmetric_memory(monkeypatch):
     with Meter():
         pass
 
-    def make_ring(transport, *, mesh, numels, dtype, device, wire_dtype=None, **_):
-        setup = RingSetup(mesh, numels, dtype, device=device, wire_dtype=wire_dtype)
-        ring = SymmetricMemoryRing(setup, make_memory=FakePeerMemory)
+    def make_ring(
+        transport, *, mesh, numels_in_parts, later_parts, dtype, device, wire_dtype, num_visits, flat_chunks, **_
+    ):
+        setup = RingSetup(mesh, numels_in_parts, dtype, device=device, wire_dtype=wire_dtype, later_parts=later_parts)
+        ring = SymmetricMemoryRing(setup, num_visits=num_visits, flat_chunks=flat_chunks, make_memory=FakePeerMemory)
         watching = ring._memory.watched()
         watching.__enter__()
         ring.watching = watching
@@ -51,6 +56,8 @@ def over_symmetric_memory(monkeypatch):
         pytest.param("rtp=2[recompute=none]", "mixtral", marks=pytest.mark.slow),
         ("rtp=3[recompute=slice]", "gemma2"),
         ("ddp=2,rtp=2", "llama"),
+        ("rtp=4[transport=symmetric_memory,visits=2]", "llama"),
+        pytest.param("rtp=4[transport=symmetric_memory,visits=1,recompute=slice]", "qwen3", marks=pytest.mark.slow),
     ],
 )
 def test_float64_parity(parallel, model, tiny):
@@ -60,22 +67,20 @@ def test_float64_parity(parallel, model, tiny):
     assert report.max_rel_err_grad <= BAR
 
 
-def account(path, precision):
+def account(path, precision, layout="rtp=3[transport=symmetric_memory]"):
     """The first loss, what slots take beside what the Layouts say, and what was fetched in the last step."""
     config = load_config(path)
     config.num_hidden_layers = 2
     with rotorch.on_meta():
         module = causal_lm(config).train()
-    layout = "rtp=3[transport=symmetric_memory]"
     model = rotorch.parallelize(module, layout, device="cpu", **precision).materialize(seed=3)
     copies = []
     copy = FakeLane.copy
 
-    def counted(lane, to, source):
+    def counted(lane, to, sources):
         if lane.name == "fetches":
-            assert to.dtype == source.dtype, "a copy engine converts nothing"
-            copies.append(to.nbytes)
-        copy(lane, to, source)
+            copies.extend(each.nbytes for each in to)
+        copy(lane, to, sources)
 
     with mock.patch.object(FakeLane, "copy", counted):
         losses = list(parallel_losses(model, num_steps=1, vocab_size=config.vocab_size))
@@ -98,6 +103,21 @@ def test_slots_take_what_the_layouts_say_and_slices_visit_in_the_precision_of_th
         assert dtypes == {torch.float32} and dtypes_16 == {torch.float32, torch.bfloat16}
         assert fetched_16 == fetched / 2 > 0
         assert rounded == pytest.approx(losses, rel=4 * 2.0**-8)  # four roundings of bfloat16
+
+
+@pytest.mark.parametrize("options", [pytest.param("", marks=pytest.mark.slow), ",visits=2"])
+def test_slots_are_no_larger_for_a_large_vocabulary(tiny, tmp_path, monkeypatch, options):
+    """Tables come in parts, also beside slices that come together, and gradients are those of one process."""
+    monkeypatch.setattr(row_parts, "LEAST_BYTES", 1)
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps({**json.loads(Path(tiny("llama")).read_text()), "vocab_size": 6001}))
+    layout = f"rtp=4[transport=symmetric_memory{options}]"
+    ranks = run_ranks(account, path, {}, layout, num_ranks=4)
+    (small, *_) = run_ranks(account, tiny("llama"), {}, layout, num_ranks=4)
+    assert all(taken == said for _, taken, said, _, _ in ranks)
+    assert max(taken for _, taken, *_ in ranks) <= 1.01 * small[1]
+    report = verify(path, parallel=layout, layers=1, steps=2, timeout_s=240)
+    assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
 
 
 def test_a_copy_that_does_not_wait_for_the_model_is_found(tiny, monkeypatch):

@@ -21,7 +21,7 @@ Every rank of the ring must make the same sequence of `start`, `visits` and `fin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -84,6 +84,8 @@ class RingSetup:
         device: where slices lie.
         wire_dtype: of visiting slices, if it is another one (see [Note: precision]).
         timeout_s: a rank that is later than this counts as gone.
+        later_parts: items that are parts of the slice of which the item before has the part before: at home they begin
+            where that one ends.
     """
 
     mesh: DeviceMesh
@@ -92,6 +94,15 @@ class RingSetup:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     wire_dtype: torch.dtype | None = None
     timeout_s: float = 600.0
+    later_parts: Collection[int] = ()
+
+
+def orders(own: int, *, size: int) -> tuple[list[int], list[int]]:
+    """Returns the orders of `size` slices in forward and in backward, for the rank whose own slice is `own`.
+
+    Its own is first in forward and last in backward: it needs no fetch, and its gradient gets home complete.
+    """
+    return [(own - i) % size for i in range(size)], [(own + 1 + j) % size for j in range(size)]
 
 
 class Ring(ABC):
@@ -149,9 +160,7 @@ class Ring(ABC):
         self.status = StatusWord()
         """Status word that says which slice of which item this rank is at."""
         self._ranks = list(range(size))
-        # Own slice first in forward, last in backward: it needs no fetch, and its gradient gets home complete.
-        self._forward_order = [(position - i) % size for i in range(size)]
-        self._backward_order = [(position + 1 + j) % size for j in range(size)]
+        self._forward_order, self._backward_order = orders(position, size=size)
 
     def write_status_to(self, status: StatusWord, *, ranks: Sequence[int]) -> None:
         """Makes this rank write its position to `status` from now on; `ranks` are the ring's ranks, by position."""
@@ -294,7 +303,7 @@ class Ring(ABC):
         """Ends a step: all messages of this rank have left, all that it expects have arrived."""
         self.flush()
 
-    def stays(self, visit: Visit) -> bool:
+    def stays(self, item: int, visit: Visit) -> bool:
         """True if the memory of a visit's weights holds them for the rest of the step, so that views may be kept."""
         return not self.moves_weights or (visit.index == self.position and self.wire_dtype == self.dtype)
 

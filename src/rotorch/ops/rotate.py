@@ -411,7 +411,7 @@ class _Resident:
 
 def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> Any:
     """Keeps a graph from saving views of a slot (see [Note: kept graphs and moving slices])."""
-    if unit.recompute or visit.weights is None or unit.ring.stays(visit):
+    if unit.recompute or visit.weights is None or unit.ring.stays(unit.item, visit):
         return no_saved_tensor_hooks()
     slot, start = storage_key(visit.weights), visit.weights.storage_offset()
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
+from rotorch.comm.transports.groups import FlatChunk
 from rotorch.core.row_parts import RowParts
 from rotorch.core.spec import Range, Weight
 from rotorch.shard.sharded_weight import Chunk, cut_chunks
-
-
-class FlatChunk(NamedTuple):
-    """A run of elements of a slice, at home and among all slices of its visit."""
-
-    home: int
-    visit: int
-    numel: int
 
 
 class FlatSlices:

@@ -5,13 +5,15 @@ It gives the operations, copies and host calls of one rank of a symmetric ring w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch._torch_private import add_to_each
 
 
 class NullLane:
@@ -31,14 +33,15 @@ class NullLane:
     def after(self, mark: Any) -> None:
         self.num_calls += 1
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        self.num_calls += 1
-        with self._copy_engine() if to.dtype == source.dtype else nullcontext():
-            to.copy_(source)
+    def copy(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self.num_calls += len(to)
+        with self._copy_engine():
+            for target, source in zip(to, sources, strict=True):
+                target.copy_(source)
 
-    def add(self, to: Tensor, source: Tensor) -> None:
+    def add(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         self.num_calls += 1
-        to.add_(source)
+        add_to_each(to, sources)
 
     def signal(self, peer: int, *, channel: int) -> None:
         self.num_calls += 1
@@ -55,7 +58,7 @@ class NullPeerMemory:
         device: of this rank.
         numel: elements of the window.
         dtype: of the window.
-        copy_engine: makes a block for each copy between tensors of one dtype, which on a GPU a copy engine makes.
+        copy_engine: makes a block for copies, which on a GPU a copy engine makes.
     """
 
     def __init__(

@@ -23,9 +23,10 @@ import random
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,27 +101,19 @@ class FakeLane:
             self.clock[lane] = max(self.clock.get(lane, 0), seen)
         self._give(_Work(lambda: mark.lane.has_reached(mark), lambda: None, waits_for=mark))
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
+    def copy(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         memory = self._memory
-        memory.note(self, source, writes=False)
-        memory.note(self, to, writes=True)
+        for target, source in zip(to, sources, strict=True):
+            memory.note(self, source, writes=False)
+            memory.note(self, target, writes=True)
+            self._give(_Work(lambda: True, partial(memory.copy, target, source)))
 
-        def run() -> None:
-            memory.write_to_peer(to)
-            to.copy_(source)
-
-        self._give(_Work(lambda: True, run))
-
-    def add(self, to: Tensor, source: Tensor) -> None:
+    def add(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         memory = self._memory
-        memory.note(self, source, writes=False)
-        memory.note(self, to, writes=True)
-
-        def run() -> None:
-            memory.read_from_window(source)
-            to.add_(source)
-
-        self._give(_Work(lambda: True, run))
+        for target, source in zip(to, sources, strict=True):
+            memory.note(self, source, writes=False)
+            memory.note(self, target, writes=True)
+            self._give(_Work(lambda: True, partial(memory.add, target, source)))
 
     def signal(self, peer: int, *, channel: int) -> None:
         flags = self._memory.flags(peer, channel)
@@ -307,16 +300,19 @@ class FakePeerMemory:
         kept.append(_Access(start, end, lane.name, lane.clock[lane.name], writes))
         self._accesses[key] = kept
 
-    def write_to_peer(self, to: Tensor) -> None:
-        """Marks elements written into another rank's window as unread (see [Note: windows])."""
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Copies, as a lane does; what is written into another rank's window is unread (see [Note: windows])."""
+        assert to.dtype == source.dtype, "a copy engine converts nothing"
         for window, unread in zip(self._windows, self._unread, strict=True):
             if storage_key(to) == storage_key(window):
                 self._turn(unread, to, window, unread_now=True)
+        to.copy_(source)
 
-    def read_from_window(self, source: Tensor) -> None:
-        """Marks elements read from this rank's window as read."""
+    def add(self, to: Tensor, source: Tensor) -> None:
+        """Adds, as a lane does; what was in this rank's window is read now."""
         if storage_key(source) == storage_key(self.window):
             self._turn(self._unread[self.rank], source, self.window, unread_now=False)
+        to.add_(source)
 
     def _turn(self, unread: Tensor, part: Tensor, window: Tensor, *, unread_now: bool) -> None:
         start = part.storage_offset() - window.storage_offset()

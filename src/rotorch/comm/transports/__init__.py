@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,8 @@ from rotorch.comm.collectives import any_rank, gather_objects, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring, RingSetup
 from rotorch.comm.shared_file import SharedMemoryUnavailable
-from rotorch.comm.transports.grouped import FlatChunk, GroupedRing
+from rotorch.comm.transports.grouped import GroupedRing
+from rotorch.comm.transports.groups import FlatChunk
 from rotorch.comm.transports.hierarchical import HierarchicalRing
 from rotorch.comm.transports.hopping import HoppingRing
 from rotorch.comm.transports.peer_memory import OVERLAPPING, PeerMemoryUnavailable
@@ -35,6 +36,7 @@ def make_ring(
     mesh: DeviceMesh,
     numels: Sequence[Sequence[int]],
     numels_in_parts: Sequence[Sequence[int]] | None = None,
+    later_parts: Collection[int] = (),
     numels_side_by_side: Sequence[Sequence[int]] | None = None,
     dtype: torch.dtype,
     device: torch.device,
@@ -54,6 +56,7 @@ def make_ring(
             memory on CPU, of one host or of each, and symmetric memory on CUDA, if every rank can, and says why if not.
         numels: elements of each slice, `numels[item][index]`.
         numels_in_parts: the same where slices of tables come in parts (`Ring.takes_parts`).
+        later_parts: the items among these that are later parts of a slice (`RingSetup.later_parts`).
         numels_side_by_side: the same for a ring whose items can be read whole, if whole weights are wanted there.
         dtype: of all slices at home, and of gradients.
         device: where slices lie.
@@ -63,7 +66,8 @@ def make_ring(
             memory there is nothing to buffer.
         ahead: fetches under way while a slice is computed with, over messages out of place.
         num_hosts: number of hosts that "hierarchical" was asked for.
-        num_visits: over messages out of place, visits of each item, if several slices come at once; see grouped.py.
+        num_visits: visits of each item, if several slices come at once, which they do over messages out of place and
+            over symmetric memory; see groups.py.
         flat_chunks: of each slice then, `flat_chunks[item][index]`.
 
     Raises:
@@ -78,9 +82,10 @@ def make_ring(
     setup = RingSetup(
         mesh, numels, dtype, device=device, wire_dtype=wire_dtype, timeout_s=group_timeout_s(mesh, device=device)
     )
+    in_parts = replace(setup, numels=numels_in_parts or numels, later_parts=later_parts)
     if transport in ("auto", "symmetric_memory") and device.type == "cuda" and mesh.size() > 1:
         try:
-            return SymmetricMemoryRing(setup)
+            return SymmetricMemoryRing(in_parts, num_visits=num_visits, flat_chunks=flat_chunks)
         except PeerMemoryUnavailable as error:
             # Raised on all ranks alike, so they go on to the next transport together without asking.
             if transport == "symmetric_memory":
@@ -138,10 +143,9 @@ def make_ring(
         logger.warning(no_shared_memory)
     if buffering == "in_place":
         return HoppingRing(setup, wire=wire)
-    setup = replace(setup, numels=numels_in_parts or numels)
     if num_visits:
-        return GroupedRing(setup, num_visits=num_visits, flat_chunks=flat_chunks, wire=wire, ahead=ahead)
-    return SendReceiveRing(setup, wire=wire, ahead=ahead)
+        return GroupedRing(in_parts, num_visits=num_visits, flat_chunks=flat_chunks, wire=wire, ahead=ahead)
+    return SendReceiveRing(in_parts, wire=wire, ahead=ahead)
 
 
 def _over_hosts(

@@ -1,11 +1,8 @@
 """The ring over messages in which several slices visit together: fewer and larger products, for larger slots.
 
-[Note: groups]
-    Of n ranks each n/g neighbours are a group; a pass has g visits. In each, all slices of one group come at once, from
-    each rank of that group its own, and lie side by side: the elements of one weight next to each other, so that
-    products see one larger slice. The order of groups is that of slices on a ring of g. Of its own group, too, a rank
-    receives the others' slices; its own it copies beside them. Each item has a number of visits of its own, and a slot
-    room for the largest visit of any: small items come in few visits (core/visits_by_size.py).
+[Note: messages]
+    Groups are those of groups.py. Of its own group, too, a rank receives the others' slices; its own it copies beside
+    them. A slot has room for the largest visit of any item.
 
 [Note: the way home]
     A group's gradient hops from group to group, between the ranks that have the same number in theirs. So when a rank
@@ -19,28 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rotorch._torch_private import add_to_each, copy_each
 from rotorch.comm.ring import GradientBuffer, RingSetup, Visit
+from rotorch.comm.transports.groups import FlatChunk, Groups
 from rotorch.comm.transports.messages import Exchange
 from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
 from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.wire import Wire
-
-
-class FlatChunk(Protocol):
-    """A run of elements of a slice: where it begins at home and in its visit, and its length."""
-
-    @property
-    def home(self) -> int: ...
-    @property
-    def visit(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
 
 
 @dataclass
@@ -52,48 +38,6 @@ class _Arriving:
     into: int
     fresh: bool
     exchange: Exchange
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """The groups of an item's slices, as one rank sees them.
-
-    Attributes:
-        count: groups, and visits of a pass.
-        per_visit: slices of a group.
-        own: this rank's group.
-        forward, backward: orders of groups.
-        numels: elements of each visit.
-        chunks: of each slice, the runs of its elements.
-    """
-
-    count: int
-    per_visit: int
-    own: int
-    forward: Sequence[int]
-    backward: Sequence[int]
-    numels: Sequence[int]
-    chunks: Sequence[Sequence[FlatChunk]]
-
-    @classmethod
-    def of(cls, numels: Sequence[int], *, count: int, chunks: Sequence[Sequence[FlatChunk]], position: int) -> _Groups:
-        per_visit = len(numels) // count
-        own = position // per_visit
-        return cls(
-            count,
-            per_visit,
-            own,
-            [(own - i) % count for i in range(count)],
-            [(own + 1 + j) % count for j in range(count)],
-            [sum(numels[k * per_visit : (k + 1) * per_visit]) for k in range(count)],
-            chunks,
-        )
-
-    def order(self, *, backward: bool) -> Sequence[int]:
-        return self.backward if backward else self.forward
-
-    def ranks(self, group: int) -> range:
-        return range(group * self.per_visit, (group + 1) * self.per_visit)
 
 
 class GroupedRing(SendReceiveRing):
@@ -118,17 +62,17 @@ class GroupedRing(SendReceiveRing):
     ) -> None:
         if wire is not None and wire.packs:
             raise AssertionError("packed slices do not visit side by side")
-        size = setup.mesh.size()
-        room = max((size // count * max(n) for n, count in zip(setup.numels, num_visits, strict=True)), default=0)
-        super().__init__(setup, wire=wire, ahead=ahead, room=room)
-        self._groups = [
-            _Groups.of(numels, count=count, chunks=chunks, position=self.position)
-            for numels, count, chunks in zip(self.numels, num_visits, flat_chunks, strict=True)
+        position = setup.mesh.get_local_rank()
+        self._groups = groups = [
+            Groups.of(numels, count=count, chunks=chunks, position=position)
+            for numels, count, chunks in zip(setup.numels, num_visits, flat_chunks, strict=True)
         ]
-        self._ahead = FetchesAhead(Passes(size=size, num_visits=num_visits), most=ahead, post=self._post)
+        super().__init__(setup, wire=wire, ahead=ahead, room=max((each.room for each in groups), default=0))
+        passes = Passes(size=self.size, num_visits=dict(enumerate(num_visits)))
+        self._ahead = FetchesAhead(passes, most=ahead, post=self._post)
         self._arriving: _Arriving | None = None
 
-    def stays(self, visit: Visit) -> bool:
+    def stays(self, item: int, visit: Visit) -> bool:
         return False  # the own slice, too, lies in a slot
 
     def _drain(self) -> None:
@@ -152,7 +96,7 @@ class GroupedRing(SendReceiveRing):
         if index == groups.own:  # the neighbours' slices have come beside it; nobody sends this rank its own
             home = self._home_weights[this.item]
             own = groups.chunks[self.position]
-            self._wire.visit_in_pieces([_at_home(home, c) for c in own], [_in_visit(slot, c) for c in own])
+            self._wire.visit_in_pieces([c.at_home(home) for c in own], [c.in_visit(slot) for c in own])
         return slot
 
     def _post(self, target: Pass, step: int) -> Fetch:
@@ -167,13 +111,13 @@ class GroupedRing(SendReceiveRing):
         memory, outgoing = self._slot_of(number), self._outgoing(target.item)
         exchange = Exchange(
             receives=[
-                (_in_visit(memory, chunk), source)
+                (chunk.in_visit(memory), source)
                 for source in groups.ranks(group)
                 if source != self.position
                 for chunk in chunks[source]
             ],
             sends=[
-                (_at_home(outgoing, chunk), reader)
+                (chunk.at_home(outgoing), reader)
                 for reader in groups.ranks(readers)
                 if reader != self.position
                 for chunk in chunks[self.position]
@@ -196,15 +140,15 @@ class GroupedRing(SendReceiveRing):
             self._hop(slot, numels[visit.index], numels[arriving], distance=groups.per_visit)
             return
         # The last visit, of the own group: the slot has its gradient with all parts of ranks of this rank's number.
-        neighbours = [rank for rank in groups.ranks(groups.own) if rank != self.position]
+        neighbours = groups.neighbours
         self._hops[slot] = exchange = Exchange(
             receives=[
-                (_at_home(part, chunk), rank)
+                (chunk.at_home(part), rank)
                 for part, rank in zip(self._parts(item, other), neighbours, strict=True)
                 for chunk in groups.chunks[self.position]
             ],
             sends=[
-                (_in_visit(self._gradient_slots[slot], chunk), rank)
+                (chunk.in_visit(self._gradient_slots[slot]), rank)
                 for rank in neighbours
                 for chunk in groups.chunks[rank]
             ],
@@ -237,17 +181,9 @@ class GroupedRing(SendReceiveRing):
         self._await_gradient(arriving.exchange, item, groups.own)
         home, own = self._home_gradients[item], self._gradient_slots[arriving.slot]
         chunks = groups.chunks[self.position]
-        targets, parts = [_at_home(home, c) for c in chunks], [_in_visit(own, c) for c in chunks]
+        targets, parts = [c.at_home(home) for c in chunks], [c.in_visit(own) for c in chunks]
         # `fresh` as that pass found it: the ring's own flag has been cleared at its end.
         (copy_each if arriving.fresh else add_to_each)(targets, parts)
         for part in self._parts(item, arriving.into):
             home.add_(part)
         self._came_home[item] += 1
-
-
-def _at_home(flat: Tensor, chunk: FlatChunk) -> Tensor:
-    return flat[chunk.home : chunk.home + chunk.numel]
-
-
-def _in_visit(flat: Tensor, chunk: FlatChunk) -> Tensor:
-    return flat[chunk.visit : chunk.visit + chunk.numel]

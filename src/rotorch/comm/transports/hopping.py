@@ -75,7 +75,7 @@ class HoppingRing(MessageRing):
         buffers = [self._traveller, self._unpacked, self._bounce.memory]
         return [b for b in (*buffers, self._gradient_slot, self._gradient_bounce.memory) if b.numel()]
 
-    def stays(self, visit: Visit) -> bool:
+    def stays(self, item: int, visit: Visit) -> bool:
         return False
 
     # ------------------------------------------------------------- a step

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -32,11 +32,12 @@ class Passes:
 
     Args:
         size: ranks on the ring.
-        num_visits: of a pass of each item, where every visit brings something; else a rank's own slice is used at home.
+        num_visits: visits of a pass of those items of which every visit brings something. Of other ones slices come
+            one by one, and a rank's own is used at home.
     """
 
-    def __init__(self, *, size: int, num_visits: Sequence[int] = ()) -> None:
-        self._size, self._num_visits = size, num_visits
+    def __init__(self, *, size: int, num_visits: Mapping[int, int] | None = None) -> None:
+        self._size, self._num_visits = size, num_visits or {}
         self._now: list[Pass] = []
         self._before: dict[bool, list[Pass]] = {}
         self._as_before = True
@@ -78,7 +79,7 @@ class Passes:
 
     def _fetches(self, of: Pass) -> range:
         """The visits of a pass for which something is fetched."""
-        if self._num_visits:
+        if of.item in self._num_visits:
             return range(self._num_visits[of.item])
         # The own slice is used at home: it is the first in forward and the last in backward.
         return range(self._size - 1) if of.backward else range(1, self._size)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch._torch_private import symmetric_backend, symmetric_empty, symmetric_rendezvous
+from rotorch._torch_private import add_to_each, symmetric_backend, symmetric_empty, symmetric_rendezvous
 from rotorch.comm.collectives import any_rank, gather_objects
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -47,11 +48,11 @@ class Lane(Protocol):
     def after(self, mark: Any) -> None:
         """Holds back operations that this lane is given from now on until all before `mark` have run."""
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copies between flat tensors of one size: by copy engine, or, into another dtype, by a kernel."""
+    def copy(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies each source, flat, to a tensor of its size and dtype: by copy engine."""
 
-    def add(self, to: Tensor, source: Tensor) -> None:
-        """Adds `source` to `to`."""
+    def add(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Adds each source to a tensor of its size."""
 
     def signal(self, peer: int, *, channel: int) -> None:
         """Tells rank `peer` of the ring that all before this has run. It must have taken the last signal."""
@@ -110,13 +111,14 @@ class CudaLane:
     def after(self, mark: torch.cuda.Event) -> None:
         self.stream.wait_event(mark)
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
+    def copy(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         with torch.cuda.stream(self.stream):
-            to.copy_(source, non_blocking=True)  # flat and of one dtype: a memcpy, which a copy engine does
+            for target, source in zip(to, sources, strict=True):  # all at once would be a kernel, not copy engines
+                target.copy_(source, non_blocking=True)
 
-    def add(self, to: Tensor, source: Tensor) -> None:
+    def add(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         with torch.cuda.stream(self.stream):
-            to.add_(source)
+            add_to_each(to, sources)
 
     def signal(self, peer: int, *, channel: int) -> None:
         with torch.cuda.stream(self.stream):

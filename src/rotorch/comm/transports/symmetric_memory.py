@@ -7,7 +7,8 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
     lane of its own, while the slice before it is computed with; also across units (see passes.py). No rank is asked or
     told: weights are read-only from the barrier in `start`, which comes after every rank's optimizer, to the end of the
     step. A slot is filled again when the compute that was queued before the fetch has finished with it. A rank's own
-    slice is used where it lies.
+    slice is used where it lies. Where several slices visit together (groups.py), each is copied from its own home to
+    its places beside the others, one run of elements at a time; this rank's own one, too.
 
 [Note: staged]
     Where slices visit in another precision than they have at home, the window holds them in that one, and masters lie
@@ -29,10 +30,18 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
     So a hop has the compute of two slices to hide behind: the one during which the sum arrives and the one during which
     it is passed on. The part of one's own slice is made in the home gradient, to which the inbox is added.
 
+[Note: the way home of groups]
+    Sums of groups hop between the ranks that have the same number in theirs. After the last one a rank's buffer has the
+    gradient of its own group, with the parts of all ranks of its number. It copies to every neighbour's inbox what is
+    that neighbour's slice, and adds to its home gradient what is its own, then what the neighbours have copied, in
+    their order: an order that no timing changes.
+
 [Note: waits lead to earlier visits]
-    In visit j a rank waits for the sum that the rank before it sent in visit j-1, and for the next rank to have taken,
-    in its visit j, the sum that it was sent in visit j-1. All waits lead to earlier visits: at any distance between
-    ranks, and wherever a host stops (to load a kernel, say), there is no circular wait.
+    An inbox has one owner, who says before each copy into it that it is free: to the rank that will send the next sum,
+    or to its neighbours. In visit j a rank waits for the sum that the rank before it sent in visit j-1, and for the
+    next rank to have taken, in its visit j, the sum that it was sent in visit j-1. All waits lead to earlier visits, or
+    from a copy to the word before it: at any distance between ranks, and wherever a host stops (to load a kernel, say),
+    there is no circular wait.
 
 [Note: abandoned steps]
     A step that all ranks leave halfway may leave signals behind that no rank takes. Every second step uses the same
@@ -51,6 +60,7 @@ from typing import Any
 from torch import Tensor
 
 from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
+from rotorch.comm.transports.groups import FlatChunk, Groups
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
 from rotorch.core.errors import RankFailure
@@ -74,6 +84,8 @@ class SymmetricMemoryRing(Ring):
 
     Args:
         setup: ranks and slices; hops of a step count as lost after its `timeout_s`.
+        num_visits: of a pass of each item, divisors of the number of ranks; by default slices come one by one.
+        flat_chunks: of each slice then, `flat_chunks[item][index]`.
         make_memory: makes the windows.
 
     Raises:
@@ -82,16 +94,34 @@ class SymmetricMemoryRing(Ring):
 
     moves_weights = True
     defers_adds = False  # parts are made at once, and added on a lane of their own
+    takes_parts = True
     name = "symmetric_memory"
 
-    def __init__(self, setup: RingSetup, *, make_memory: Callable[..., PeerMemory] = CudaPeerMemory) -> None:
+    def __init__(
+        self,
+        setup: RingSetup,
+        *,
+        num_visits: Sequence[int] = (),
+        flat_chunks: Sequence[Sequence[Sequence[FlatChunk]]] = (),
+        make_memory: Callable[..., PeerMemory] = CudaPeerMemory,
+    ) -> None:
         super().__init__(setup)
         mesh, device, dtype = setup.mesh, setup.device, setup.dtype
         n, r = self.size, self.position
         self._timeout_s = setup.timeout_s
         self._converts = self.wire_dtype != dtype
+        self._later_parts = setup.later_parts
+        self._groups = [
+            Groups.of(
+                sizes,
+                count=num_visits[item] if num_visits else n,
+                position=r,
+                chunks=flat_chunks[item] if num_visits else None,
+            )
+            for item, sizes in enumerate(self.numels)
+        ]
         starts = [self._layout([self._words(sizes[rank]) for sizes in self.numels]) for rank in range(n)]
-        largest = max((max(sizes) for sizes in self.numels), default=0) if n > 1 else 0
+        largest = max((groups.room for groups in self._groups), default=0) if n > 1 else 0
         inbox = max(ends[-1] for ends in starts)  # windows are equally large, slices may not be
         self._memory = memory = make_memory(mesh=mesh, device=device, numel=max(inbox + largest, 1), dtype=dtype)
         self._homes = [
@@ -113,14 +143,17 @@ class SymmetricMemoryRing(Ring):
             masters = memory.empty(home_starts[-1], dtype=dtype)
             self._home_weights = [masters[s : s + sizes[r]] for s, sizes in zip(home_starts, self.numels, strict=False)]
         self._inbox = memory.window[inbox : inbox + largest]
-        self._next_inbox = memory.of_peer((r - 1) % n, inbox, largest)
+        self._inboxes = [memory.of_peer(rank, inbox, largest) for rank in range(n)]
         self._all_home_gradients = memory.empty(home_starts[-1], dtype=dtype)
         self._home_gradients = [
             self._all_home_gradients[s : s + sizes[r]] for s, sizes in zip(home_starts, self.numels, strict=False)
         ]
         self._slots = [memory.empty(largest, dtype=self.wire_dtype) for _ in range(2)]
         self._parts = [memory.empty(largest, dtype=dtype) for _ in range(2)]
-        self._passes = Passes(size=n)
+        together = {item: groups.count for item, groups in enumerate(self._groups) if groups.per_visit > 1}
+        self._passes = Passes(size=n, num_visits=together)
+        self._copies: dict[tuple[int, int, int], tuple[list[Tensor], list[Tensor]]] = {}
+        """Per item, visit and slot: the tensors between which a fetch copies."""
         self._in_flight: _Fetch | None = None
         self._num_fetches = self._num_parts = self._num_steps = 0
         self._held: set[int] = set()
@@ -132,15 +165,14 @@ class SymmetricMemoryRing(Ring):
         """Per part: the mark after which it has been copied away."""
         self._home_summed: dict[int, Any] = {}
         """Per item: the mark after which the inbox has been added to its home gradient."""
-        self._inbox_is_free = True
-        """True if the next rank's inbox is known to be free, so that no signal needs to be awaited."""
 
     def _layout(self, numels: Sequence[int]) -> list[int]:
         """Offsets of a rank's items, one after another, in elements of `dtype`; the end comes last."""
         step = max(1, _ALIGNMENT // self.dtype.itemsize)
         starts = [0]
-        for numel in numels:
-            starts.append(starts[-1] + -(-numel // step) * step)
+        for item, numel in enumerate(numels):
+            end = starts[-1] + numel
+            starts.append(end if item + 1 in self._later_parts else -(-end // step) * step)
         return starts
 
     def _words(self, numel: int) -> int:
@@ -150,8 +182,9 @@ class SymmetricMemoryRing(Ring):
     def _as_visitor(self, words: Tensor, numel: int) -> Tensor:
         return words.view(self.wire_dtype)[:numel] if self._converts else words
 
-    def stays(self, visit: Visit) -> bool:
-        return visit.index == self.position
+    def stays(self, item: int, visit: Visit) -> bool:
+        groups = self._groups[item]
+        return groups.per_visit == 1 and visit.index == groups.own
 
     def slots(self) -> list[Tensor]:
         return [*self._slots, *self._parts, self._inbox]
@@ -188,7 +221,6 @@ class SymmetricMemoryRing(Ring):
         memory.fetches.after(now)
         memory.hops.after(now)
         self._slot_free, self._part_free, self._home_summed = [now, now], [now, now], {}
-        self._inbox_is_free = True
 
     def _channels(self) -> range:
         """Channel 0 is the barrier's."""
@@ -211,7 +243,7 @@ class SymmetricMemoryRing(Ring):
         this = Pass(item, backward, fetch)
         self._passes.enter(this)
         here = self._at_slices(item, backward=backward)
-        for number, index in enumerate(self.order(backward=backward)):
+        for number, index in enumerate(self._groups[item].order(backward=backward)):
             self.status.now = here + index  # the host's position: the GPU may still be at an earlier slice
             slot, weights = self._arrive(this, number, index) if fetch else (None, None)
             ahead = self._passes.next_fetch(this, number)
@@ -227,73 +259,112 @@ class SymmetricMemoryRing(Ring):
             self.fresh[item] = False
 
     def _arrive(self, this: Pass, step: int, index: int) -> tuple[int | None, Tensor]:
-        """Returns slice `index` and the slot that it is in; compute that follows finds it there."""
-        if index == self.position:
+        """Returns the weights of visit `index` and the slot that they are in; compute that follows finds them there."""
+        groups = self._groups[this.item]
+        if groups.per_visit == 1 and index == groups.own:
             return None, self._own[this.item]
         flight, self._in_flight = self._in_flight, None
         if flight is None or (flight.target, flight.step) != (this, step):
             flight = self._post(this, step)  # nothing came, or for a pass that this step does not make
         self._memory.compute.after(flight.mark)
         self._held.add(flight.slot)
-        return flight.slot, self._slots[flight.slot][: self.numels[this.item][index]]
+        return flight.slot, self._slots[flight.slot][: groups.numels[index]]
 
     def _post(self, target: Pass, step: int) -> _Fetch:
-        """Starts the copy of one slice from its home into the next slot."""
+        """Starts the copies of one visit, from the homes of its slices into the next slot."""
         slot = self._num_fetches % 2
         self._num_fetches += 1
         if slot in self._held:
             raise AssertionError(f"slot {slot} is filled while its slice is visiting")
-        source, lane = self.order(backward=target.backward)[step], self._memory.fetches
-        home = self._homes[source][target.item]
-        # The slice that was in this slot before may still be computed with.
+        lane = self._memory.fetches
+        # What was in this slot before may still be computed with.
         lane.after(self._slot_free[slot])
-        if home.numel():
-            lane.copy(self._slots[slot][: home.numel()], home)
+        lane.copy(*self._between(target.item, self._groups[target.item].order(backward=target.backward)[step], slot))
         return _Fetch(target, step, slot, lane.mark())
+
+    def _between(self, item: int, index: int, slot: int) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of a slot, and the runs of home slices that visit `index` of an item brings into them."""
+        if (item, index, slot) not in self._copies:
+            groups, memory = self._groups[item], self._slots[slot]
+            runs = [
+                (self._homes[rank][item], c) for rank in groups.ranks(index) for c in groups.chunks[rank] if c.numel
+            ]
+            self._copies[item, index, slot] = [c.in_visit(memory) for _, c in runs], [c.at_home(h) for h, c in runs]
+        return self._copies[item, index, slot]
 
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer:
-        """The buffer for this rank's part of a slice's gradient; never waits for the ranks before it."""
+        """The buffer for this rank's part of a visit's gradient; never waits for the ranks before it."""
         compute = self._memory.compute
-        if visit.index == self.position:
+        if self.stays(item, visit):
             if item in self._home_summed:
                 compute.after(self._home_summed.pop(item))
             return GradientBuffer(self._home_gradients[item], self.fresh[item])
         part = self._num_parts % 2  # the other one may still be under way to the next rank
         compute.after(self._part_free[part])
-        return GradientBuffer(self._parts[part][: self.numels[item][visit.index]], True)
+        return GradientBuffer(self._parts[part][: self._groups[item].numels[visit.index]], True)
 
     def behind_gradients(self) -> AbstractContextManager[Any]:
         return self._memory.hops.running()
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        if visit.index == self.position:
+        groups, stays = self._groups[item], self.stays(item, visit)
+        here = visit.index == groups.own
+        if here:
             self._came_home[item] += 1
         if self.size == 1:
             return
-        n, r, hops = self.size, self.position, self._memory.hops
-        here, numel = visit.index == r, self.numels[item][visit.index]
-        to, source = (r - 1) % n, (r + 1) % n
+        hops, numel = self._memory.hops, groups.numels[visit.index]
+        to, source = ((self.position + distance) % self.size for distance in (-groups.per_visit, groups.per_visit))
         part = self._num_parts % 2
-        buffer = self._home_gradients[item] if here else self._parts[part][:numel]
+        buffer = self._home_gradients[item] if stays else self._parts[part][:numel]
         came, free = self._channels()
         # The part is added to and sent only once compute has made it.
         hops.after(self._memory.compute.mark())
         # In the first visit of a pass this rank is the first to add: no sum has come to its inbox.
         if numel and visit.number > 0:
             hops.wait_signal(source, channel=came)
-            hops.add(buffer, self._inbox[:numel])
-            hops.signal(source, channel=free)
-        if numel and not here:
-            # One inbox: the next rank must have added the sum of this rank's last hop.
-            if not self._inbox_is_free:
+            hops.add([buffer], [self._inbox[:numel]])
+        if not here:
+            if groups.numels[(visit.index + 1) % groups.count]:
+                hops.signal(source, channel=free)
+            if numel:
                 hops.wait_signal(to, channel=free)
-            hops.copy(self._next_inbox[:numel], buffer)
-            hops.signal(to, channel=came)
-            self._inbox_is_free = False
-        if here:
+                hops.copy([self._inboxes[to][:numel]], [buffer])
+                hops.signal(to, channel=came)
+        elif not stays:
+            self._share_out(item, buffer)
+        if stays:
             self._home_summed[item] = hops.mark()
         else:
             self._part_free[part] = hops.mark()
             self._num_parts += 1
+
+    def _share_out(self, item: int, gradient: Tensor) -> None:
+        """Gives every neighbour its part of the own group's gradient (see [Note: the way home of groups])."""
+        groups, numels, home, hops = (
+            self._groups[item],
+            self.numels[item],
+            self._home_gradients[item],
+            self._memory.hops,
+        )
+        came, free = self._channels()
+        own = [chunk for chunk in groups.chunks[self.position] if chunk.numel]
+        if own:
+            for rank in groups.neighbours:
+                hops.signal(rank, channel=free)
+        for rank in groups.neighbours:
+            if numels[rank]:
+                start = numels[rank] * groups.place_at(rank)
+                inbox = self._inboxes[rank][start : start + numels[rank]]
+                theirs = [chunk for chunk in groups.chunks[rank] if chunk.numel]
+                hops.wait_signal(rank, channel=free)
+                hops.copy([c.at_home(inbox) for c in theirs], [c.in_visit(gradient) for c in theirs])
+                hops.signal(rank, channel=came)
+        if own:
+            add = hops.copy if self.fresh[item] else hops.add
+            add([c.at_home(home) for c in own], [c.in_visit(gradient) for c in own])
+            for number, rank in enumerate(groups.neighbours):
+                hops.wait_signal(rank, channel=came)
+                hops.add([home], [self._inbox[number * home.numel() : (number + 1) * home.numel()]])

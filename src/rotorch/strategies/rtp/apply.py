@@ -264,6 +264,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
         mesh=setup.mesh,
         numels=[s.home.numels for s in slices],
         numels_in_parts=[part.home.numels for parts in in_parts for part in parts],
+        later_parts=_later_parts(in_parts),
         numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
         dtype=_one_dtype(visiting, parameters),
         device=setup.device,
@@ -304,6 +305,12 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
     if next(items) != len(ring.numels):
         raise AssertionError(f"the ring has {len(ring.numels)} items, other ones than its units")
     return ring, units
+
+
+def _later_parts(slices: Sequence[Sequence[FlatSlices]]) -> set[int]:
+    """The items, in the order of units and of their parts, that are no first part."""
+    numbers = [number for parts in slices for number in range(len(parts))]
+    return {item for item, number in enumerate(numbers) if number > 0}
 
 
 def _names_of_items(rotating: RotatingUnit) -> list[str]:

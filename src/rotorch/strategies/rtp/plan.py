@@ -22,9 +22,9 @@ Cost (unit of P bytes, n ranks)
                symmetric memory a third buffer for gradients, the inbox. `buffering=in_place`, over messages: slices
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
                of a few MiB at most; uneven slices need room for the largest one in every home. `ahead=2`: a third slot.
-               With `visits=g` slots hold n/g slices. Over messages out of place a slice of an embedding or a head that
-               is as large as two visits of a layer, or more, comes in parts about as large as one of these, of 1 MiB at
-               least, and slots are no larger than that.
+               With `visits=g` slots hold n/g slices. Over messages out of place and over symmetric memory a slice of
+               an embedding or a head that is as large as two visits of a layer, or more, comes in parts about as large
+               as one of these, of 1 MiB at least, and slots are no larger than that.
                Under `auto`, which may come to a transport without parts, plans count whole slices.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
@@ -93,6 +93,8 @@ from rotorch.core.whole_experts import check_whole_experts, with_whole_experts
 from rotorch.core.whole_units import StaysWhole, check_memory, is_whole, whole_layout, with_whole_units
 
 _COMPUTE_ITEMSIZE = 2  # of bfloat16 and float16
+_WITH_SLOTS = ("send_receive", "symmetric_memory")
+"""Transports whose slots hold what visits: several slices, or a part of one."""
 
 
 class RTP(OneAxis):
@@ -116,10 +118,10 @@ class RTP(OneAxis):
         ahead: messages under way while a slice is computed with, 1 to 4. 2 takes one more slot, and pays between two
             hosts whose link takes about as long as their compute (docs/lab_log.md); not where slices are converted,
             packed or replace each other.
-        visits: number of visits in which the slices of a layer's largest unit come, over messages out of place; it
-            divides `size`. `size / visits` slices lie side by side in a slot, and are one product. Smaller units come
-            in as few visits as fit into the same slots, tables in more, heads in no fewer (core/visits_by_size.py). By
-            default every slice comes by itself.
+        visits: number of visits in which the slices of a layer's largest unit come, over messages out of place or
+            symmetric memory; it divides `size`. `size / visits` slices lie side by side in a slot, and are one product.
+            Smaller units come in as few visits as fit into the same slots, tables in more, heads in no fewer
+            (core/visits_by_size.py). By default every slice comes by itself.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
@@ -217,8 +219,8 @@ class RTP(OneAxis):
     @property
     def _visit_in_parts(self) -> bool:
         """True if tables visit in parts where slices are messages, each in a slot of its own."""
-        by_messages = self.transport in ("auto", "send_receive") and self.buffering == "out_of_place"
-        return by_messages and self.size > 1
+        out_of_place = self.transport == "symmetric_memory" or self.buffering == "out_of_place"
+        return self.transport in ("auto", *_WITH_SLOTS) and out_of_place and self.size > 1
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
@@ -310,7 +312,7 @@ class RTP(OneAxis):
         if not travels and not copies:
             return 0
         if self.transport == "symmetric_memory" and travels:
-            return 2 * visiting + 3 * largest  # two for weights; two for gradients, and the inbox
+            return together * (2 * visiting + 3 * largest)  # two for weights; two for gradients, and the inbox
         if self.transport == "hierarchical" and travels:
             return (self.ahead + 1 + sum_slots(self.hosts) + 1) * largest
         to_send = self._outbox_bytes(largest, itemsize=itemsize)
@@ -334,7 +336,7 @@ class RTP(OneAxis):
 
     def num_parts(self, unit: Unit) -> int:
         """Parts in which a slice is known to visit: "auto" may come to a transport that has none."""
-        return num_parts(unit) if self._visit_in_parts and self.transport == "send_receive" else 1
+        return num_parts(unit) if self._visit_in_parts and self.transport in _WITH_SLOTS else 1
 
     def _reads_in_backward(self, unit: Unit) -> int:
         """Number of times that backward needs the unit's slices: 0 for a head with kept logits (see `ops/loss.py`)."""
@@ -393,7 +395,7 @@ class RTP(OneAxis):
             )
         idle = (
             f"transport={self.transport}"
-            if self.transport != "send_receive"
+            if self.transport not in _WITH_SLOTS
             else f"buffering={self.buffering}"
             if self._in_place
             else f"wire={self.wire}"
@@ -403,7 +405,8 @@ class RTP(OneAxis):
         if idle:
             raise ConfigError(
                 f"{self.kind}: visits={self.visits} brings several slices into one slot, and {idle} brings them one by "
-                f"one. Write {self.kind}={self.size}[visits={self.visits},transport=send_receive], or leave visits out"
+                f"one. Write {self.kind}={self.size}[visits={self.visits},transport=send_receive], or symmetric_memory "
+                "between GPUs of one host, or leave visits out"
             )
 
     def without_idle_options(self) -> Self:
