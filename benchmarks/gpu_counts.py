@@ -109,7 +109,7 @@ class Contender:
         with ExitStack() as stack:
             if "symmetric_memory" in parallel:
                 stack.enter_context(mock.patch.object(rtp_apply, "make_ring", self._null_ring))
-                stack.enter_context(mock.patch.object(RTP, "check_device", lambda *_: None))
+                stack.enter_context(mock.patch.object(RTP, "on_device", lambda strategy, _: strategy))
             self.model = rotorch.parallelize(module, parallel, device="cpu", **precision_arguments(mode))
         self._passes = lambda: self.model.forward_backward(batch)
 

@@ -42,9 +42,11 @@ LINKS = ("mixed", "bfloat16")
 PEER = f"fsdp={NUM_RANKS}"
 LAYOUTS = (
     PEER,
-    f"rtp={NUM_RANKS}[recompute=none,transport=symmetric_memory]",
-    f"rtp={NUM_RANKS}[recompute=none,transport=send_receive]",
-    *(f"rtp={NUM_RANKS}[recompute=none,transport=send_receive,visits={g}]" for g in (8, 4, 2, 1)),
+    *(
+        f"rtp={NUM_RANKS}[recompute=none,transport={transport},visits={g}]"
+        for transport in ("symmetric_memory", "send_receive")
+        for g in (8, 4, 2, 1)
+    ),
 )
 """The first one is what the others are compared with; none computes anything again."""
 

@@ -126,15 +126,13 @@ def parallelize(
     autocast, of_passes = _name(autocast_dtype), _name(autocast_dtype or param_dtype)
     if param_dtype is not None:
         spec = spec.with_copies(param_dtype.itemsize)
-    strategies = tuple(strategy.at_precision(of_passes) for strategy in strategies)
+    on = pick_device(device) if isinstance(device, str) else device
+    strategies = tuple(strategy.at_precision(of_passes).on_device(on.type) for strategy in strategies)
     for strategy in strategies:
         strategy.check(spec)
         spec = strategy.units_of(spec)
     if cuts_context(strategies):
         check_context_loss(module, loss)
-    on = pick_device(device) if isinstance(device, str) else device
-    for strategy in strategies:
-        strategy.check_device(on.type)
     if compile:
         check_compiler(on.type)
     if on.type == "cpu":

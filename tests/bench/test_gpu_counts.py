@@ -37,6 +37,8 @@ def test_operators_of_a_layer_fall_with_its_visits(record):
     eight, four, two, one = (ops[grouped(visits)] for visits in (8, 4, 2, 1))
     assert ops["rtp=8[transport=send_receive]"] > eight > four > two > one
     assert eight <= 2.5 * ops["single"]
+    eight, four = (ops[f"rtp=8[transport=symmetric_memory,visits={visits}]"] for visits in (8, 4))
+    assert ops["rtp=8[transport=symmetric_memory]"] > eight > four
 
 
 def test_a_record_has_every_row_with_every_count(record):
@@ -45,6 +47,7 @@ def test_a_record_has_every_row_with_every_count(record):
     assert {parallel for parallel, _ in rows} == {
         *("single", "fsdp2", "rtp=8[transport=send_receive]", "rtp=8[transport=symmetric_memory]"),
         *(grouped(visits) for visits in (8, 4, 2, 1)),
+        *(f"rtp=8[transport=symmetric_memory,visits={visits}]" for visits in (8, 4)),
     }
     for parallel in {parallel for parallel, mode in rows if mode == "autocast_bfloat16"}:
         under_autocast, plain = rows[parallel, "autocast_bfloat16"], rows[parallel, "bfloat16"]

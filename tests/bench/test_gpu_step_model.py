@@ -20,7 +20,7 @@ def record(monkeypatch, tmp_path, warm):
 
 def test_rows_are_compared_with_fsdp_and_the_record_has_what_they_rest_on(record):
     rows = {(row["parallel"], row["links"]): row for row in record["rows"]}
-    assert len(rows) == 14
+    assert len(rows) == 18
     for links in ("mixed", "bfloat16"):
         peer = rows["fsdp=8", links]
         assert peer["of_fsdp"] == 1.0

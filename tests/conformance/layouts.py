@@ -161,7 +161,7 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
 
 def works_on_cpu(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
     try:
-        on_two_ranks(strategy, chosen).check_device("cpu")
+        on_two_ranks(strategy, chosen).on_device("cpu")
     except ConfigError:
         return False
     return True

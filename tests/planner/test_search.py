@@ -202,17 +202,34 @@ def test_tables_that_are_not_made_would_change_nothing(layers, rows, budget, mon
 
 
 def test_rings_between_gpus_are_tried_with_fewer_visits():
-    found = search(task()).plans
-    visits = {plan.parallel: plan for plan in found if "visits=" in plan.parallel and "memory=" not in plan.parallel}
-    rings = {text.rpartition("visits=")[0] for text in visits}
-    slots = [[visits[f"{ring}visits={g}]"].memory.by_category["slots"] for g in (1, 2)] for ring in rings]
-    assert all(one >= two for one, two in slots) and any(one > two for one, two in slots)
+    fewest = [plan for plan in search(task()).plans if "visits=1]" in plan.parallel and "memory=" not in plan.parallel]
+    slots = []
+    for plan in fewest:
+        default = plan.parallel.replace(",visits=1", "").replace("[visits=1]", "")
+        beside = judged(task(), default, rows=plan.micro_batch, accumulation=plan.accumulation)
+        slots.append((plan.memory.by_category["slots"], beside.memory.by_category["slots"]))
+    assert all(one >= several for one, several in slots) and any(one > several for one, several in slots)
     fewer, more = (
         judged(task(), f"rtp=8[transport=send_receive,recompute=slice,visits={visits}]", rows=8, accumulation=1).memory
         for visits in (1, 8)
     )
     assert fewer.by_category["logits"] >= 2 * more.by_category["logits"] > 0  # they are there a visit at a time
     assert "visits=" not in "".join(plan.parallel for plan in search(task(cluster="cpu2")).plans)
+
+
+def test_rings_of_a_nodes_gpus_are_planned_over_symmetric_memory():
+    """As "auto" has them there; beyond a node they are messages, and fetches that are copies take less time."""
+    rows = {"rows": 1, "accumulation": 1}
+    of_node = task(rows=8)
+    auto, symmetric, messages = (
+        judged(of_node, f"rtp=8{options}", **rows)
+        for options in ("", "[transport=symmetric_memory]", "[transport=send_receive]")
+    )
+    assert auto.memory == symmetric.memory != messages.memory
+    assert auto.step_s == symmetric.step_s < messages.step_s
+    of_two = task(cluster="h100x16", rows=16)
+    auto, messages = (judged(of_two, f"rtp=16{options}", **rows) for options in ("", "[transport=send_receive]"))
+    assert auto.step_s == messages.step_s
 
 
 def test_budgets_for_whole_units_are_tried_where_memory_is_left():

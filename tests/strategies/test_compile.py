@@ -78,6 +78,7 @@ def step(layout, compile, accumulation=1, autocast=None):
         pytest.param("rtp=2", 2, marks=pytest.mark.slow),  # attention and MLP, each with whole weights
         pytest.param("rtp=2[recompute=slice]", 4, marks=pytest.mark.slow),  # each also without gradients
         ("rtp=2[transport=send_receive]", 2),  # slices visit
+        pytest.param("rtp=2[transport=send_receive,visits=2]", 2, marks=pytest.mark.slow),  # attention's two at once
         pytest.param(
             "rtp=3[transport=send_receive]", 3, marks=pytest.mark.slow
         ),  # 4 heads over 3 ranks: slices of 2 and of 1; the MLP's are alike

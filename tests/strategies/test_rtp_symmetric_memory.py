@@ -46,7 +46,7 @@ def over_symmetric_memory(monkeypatch):
         return ring
 
     monkeypatch.setattr(apply, "make_ring", make_ring)
-    monkeypatch.setattr(RTP, "check_device", lambda *_: None)
+    monkeypatch.setattr(RTP, "on_device", lambda strategy, _: strategy)
 
 
 @pytest.mark.parametrize(

@@ -133,4 +133,23 @@ def test_a_step_that_breaks_off_on_all_ranks_leaves_nothing_behind(tiny, visits,
 def test_visits_that_cannot_be_are_refused_by_name(tiny, layout, said):
     (strategy,) = parse_parallel(layout)
     with pytest.raises(ConfigError, match=said):
-        strategy.check(describe(build(plain_config(tiny("llama"), layers=2))))
+        strategy.on_device("cpu").check(describe(build(plain_config(tiny("llama"), layers=2))))
+
+
+@pytest.mark.parametrize(
+    ("layout", "visits"),
+    [
+        ("rtp=4", 4),
+        ("rtp=4[transport=symmetric_memory,recompute=none]", 4),
+        ("rtp=4[transport=send_receive,ahead=2]", 4),
+        ("rtp=4[visits=1]", 1),
+        ("rtp=4[transport=send_receive,wire=fp8]", None),
+        ("rtp=4[buffering=in_place]", None),
+        ("rtp=4[recompute=slice]", None),
+    ],
+)
+def test_between_gpus_small_units_visit_together_unless_that_takes_memory(layout, visits):
+    (strategy,) = parse_parallel(layout)
+    assert strategy.on_device("cuda").visits == visits
+    if "symmetric_memory" not in layout and visits != 1:
+        assert strategy.on_device("cpu") == strategy

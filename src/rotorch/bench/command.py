@@ -239,8 +239,7 @@ def check_model(task: Task, *, layouts: Layouts, peers: Sequence[str] = ()) -> M
         ).with_copies(copies_itemsize(task.precision))
     for strategies in layouts.values():
         for strategy in strategies:
-            strategy.at_precision(task.dtype_of_passes).check(spec)
-            strategy.check_device(device_type(task.device))
+            strategy.at_precision(task.dtype_of_passes).on_device(device_type(task.device)).check(spec)
     for name in peers:
         find_peer(name).load().check(task)
     return spec
@@ -267,9 +266,10 @@ def _judge(
 
 
 def _predictions(spec: ModelSpec, *, task: Task, strategies: Sequence[Strategy], row: Row) -> list[Prediction]:
-    """Predicts bytes and traffic by rank, at the task's precision and with the transports that "auto" resolved to."""
-    at_precision = [strategy.at_precision(task.dtype_of_passes) for strategy in strategies]
-    as_run = as_they_run(at_precision, transport=row.transport, within=row.transport_within)
+    """Predicts bytes and traffic by rank, as the task's precision and device, and what "auto" came to, make them."""
+    device = device_type(task.device)
+    in_passes = [strategy.at_precision(task.dtype_of_passes).on_device(device) for strategy in strategies]
+    as_run = as_they_run(in_passes, transport=row.transport, within=row.transport_within)
     rows = task.global_batch // task.accumulation // batch_ranks(strategies)
     # Under autocast some activations have its precision and some their weights', as the model's code will have it.
     under_autocast = task.precision == "autocast_bfloat16"

@@ -104,12 +104,13 @@ class GridStrategy(Strategy):
     def check(self, spec: ModelSpec) -> None:
         _check_grid(spec, strategy=str(self), size=self.rows)
 
-    def check_device(self, device_type: str) -> None:
+    def on_device(self, device_type: str) -> Self:
         if self.transport == "shared_memory" and device_type != "cpu":
             raise ConfigError(
                 f"{self.kind}: transport=shared_memory works between CPU ranks, not on {device_type}. "
                 "Write transport=auto"
             )
+        return self
 
     def __str__(self) -> str:
         sizes = "x".join(str(getattr(self, field)) for field in self.size_fields)

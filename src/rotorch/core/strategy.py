@@ -175,9 +175,13 @@ class Strategy(BaseModel, ABC):
         """Raises `ConfigError` if this strategy cannot hold the model; says which unit and what to write instead."""
         return None
 
-    def check_device(self, device_type: str) -> None:
-        """Raises `ConfigError` if this strategy, as its options are, cannot work on "cpu" or "cuda"."""
-        return None
+    def on_device(self, device_type: str) -> Self:
+        """This strategy with the options set that follow from the device of its ranks, "cpu" or "cuda".
+
+        Raises:
+            ConfigError: it cannot work there as its options are.
+        """
+        return self
 
     def check_micro_batches(self, number: int) -> None:
         """Raises `ConfigError` if a step cannot consist of so many micro-batches."""

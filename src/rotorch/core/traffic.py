@@ -24,6 +24,7 @@ class Kind(StrEnum):
     """The operation that moves data."""
 
     SEND = "send"  # point to point: a slice of weights or of gradients
+    COPY = "copy"  # out of memory that other ranks have mapped, by whoever reads it; nobody waits for a message
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"

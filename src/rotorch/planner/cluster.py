@@ -113,6 +113,8 @@ class Link(_Table):
         bandwidth: bytes per second of one device, each way; the efficiency is what collectives reach of it.
         latency: seconds per message and per collective.
         hop: seconds that a collective takes besides whenever the group doubles.
+        copy_from_peer: seconds that a copy out of a mapped memory of another device takes besides its bytes, behind
+            another copy; None where no memory is mapped.
     """
 
     name: str = Field(min_length=1)
@@ -120,6 +122,7 @@ class Link(_Table):
     bandwidth: Figure
     latency: Measured
     hop: Measured
+    copy_from_peer: Measured | None = None
 
 
 class Cluster(_Table):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
+from math import inf, prod
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision, dtype_of_passes, itemsize_of_passes
@@ -259,9 +259,9 @@ class _Search:
         return [
             plan
             for text, ring in rings.items()
-            for visits in range(1, ring.num_ranks + 1)
-            if ring.num_ranks % visits == 0 and ring.num_ranks > 1
-            for plan in self._plans(_with_option(text, f"transport=send_receive,visits={visits}"))
+            for visits in range(1, ring.num_ranks)  # as many as ranks is the default
+            if ring.num_ranks % visits == 0
+            for plan in self._plans(_with_option(text, f"visits={visits}"))
         ]
 
     def _plans(self, text: str, *, rivals: Sequence[Plan] = ()) -> list[Plan]:
@@ -328,10 +328,8 @@ class _Search:
         strategies = parse_parallel(text)
         check_composition(strategies)
         task = self._of_sharing(context_ranks(strategies))
-        device = task.cluster.device.type
-        for strategy in strategies:
-            strategy.check_device(device)
-        strategies = tuple(_on_device(strategy, device) for strategy in strategies)
+        reach = [prod(each.num_ranks for each in strategies[number:]) for number in range(len(strategies))]
+        strategies = tuple(_on_device(each, task.cluster, reach=n) for each, n in zip(strategies, reach, strict=True))
         strategies = tuple(strategy.at_precision(dtype_of_passes(task.precision)) for strategy in strategies)
         strategies = tuple(self._with_layers(strategy) for strategy in strategies)
         for strategy in strategies:
@@ -478,10 +476,16 @@ def judged(task: Task, text: str, *, rows: int, accumulation: int) -> Plan:
     return Plan(text, rows, accumulation, memory, time, task.batch.num_tokens, memory.total_bytes <= task.budget_bytes)
 
 
-def _on_device(strategy: Strategy, device: str) -> Strategy:
-    """Resolves `transport=auto` for ranks that share memory."""
-    if device == "cpu" and getattr(strategy, "transport", None) == "auto":
+def _on_device(strategy: Strategy, cluster: Cluster, *, reach: int) -> Strategy:
+    """The strategy as it is on the cluster's devices; resolves `transport=auto` for `reach` ranks side by side."""
+    device = cluster.device.type
+    strategy = strategy.on_device(device)
+    if getattr(strategy, "transport", None) != "auto":
+        return strategy
+    if device == "cpu":
         return strategy.model_copy(update={"transport": "shared_memory"})
+    if strategy.slices_visit and strategy.num_ranks > 1 and reach <= cluster.devices_per_node:
+        return strategy.model_copy(update={"transport": "symmetric_memory"})
     return strategy
 
 

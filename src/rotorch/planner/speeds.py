@@ -41,12 +41,14 @@ class LinkSpeed:
         bytes_per_s: of one of them, each way.
         latency_s: of a message.
         hop_s: of a collective, per doubling of its group.
+        copy_s: of a copy out of another device's memory; None where messages are sent.
     """
 
     devices: int
     bytes_per_s: float
     latency_s: float
     hop_s: float
+    copy_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,17 +147,22 @@ class Speeds:
 
     def message_s(self, group: Group, *, collective: bool) -> float:
         """Seconds that a message takes besides its bytes."""
-        link = next((link for link in self.links if group.reach <= link.devices), self.links[-1])
+        link = self._link_of(group)
         return link.latency_s + (link.hop_s * log2(group.size) if collective and group.size > 1 else 0.0)
 
     def transfer_s(self, transfer: Transfer, group: Group) -> float:
         """Seconds that one transfer takes if nothing else uses its links."""
         if group.size == 1 or not transfer.sent_bytes:
             return 0.0
-        point_to_point = transfer.kind is Kind.SEND
+        point_to_point = transfer.kind in (Kind.SEND, Kind.COPY)
         over = Group(2, group.stride) if point_to_point else group
         sent_s = transfer.sent_bytes / self.bytes_per_s_of(over)
+        if transfer.kind is Kind.COPY and (copy_s := self._link_of(group).copy_s) is not None:
+            return transfer.num_messages * copy_s + sent_s
         return transfer.num_messages * self.message_s(group, collective=not point_to_point) + sent_s
+
+    def _link_of(self, group: Group) -> LinkSpeed:
+        return next((link for link in self.links if group.reach <= link.devices), self.links[-1])
 
 
 def speeds_of(cluster: Cluster, *, dtype: Dtype) -> Speeds:
@@ -179,7 +186,13 @@ def speeds_of(cluster: Cluster, *, dtype: Dtype) -> Speeds:
         overlap=device.overlap.value,
         unaligned=device.unaligned.value if device.unaligned is not None else 1.0,
         links=tuple(
-            LinkSpeed(link.devices, link.bandwidth.reached, link.latency.value, link.hop.value)
+            LinkSpeed(
+                link.devices,
+                link.bandwidth.reached,
+                link.latency.value,
+                link.hop.value,
+                None if link.copy_from_peer is None else link.copy_from_peer.value,
+            )
             for link in cluster.links
         ),
     )

@@ -329,7 +329,7 @@ class _Step:
             match transfer.kind:
                 case Kind.ALL_GATHER:
                     gathers[back] += seconds
-                case Kind.BROADCAST:
+                case Kind.BROADCAST | Kind.COPY:
                     fetches[back] += seconds
                 case Kind.SEND if plan.inner is plan.stages:
                     continue  # of a weight that two stages use: once per step, and small

@@ -250,8 +250,7 @@ def verify_subject(
                 f"verify: {strategy} is another model than one process computes ({strategy.changes_the_model}), so the "
                 "two are not to be equal. Leave that option out"
             )
-        strategy.at_precision(None).check(spec)
-        strategy.check_device(device)
+        strategy.at_precision(None).on_device(device).check(spec)
         strategy.check_micro_batches(subject.num_micro_batches)
     if cuts_context(strategies):
         check_context_loss(module, subject.loss)

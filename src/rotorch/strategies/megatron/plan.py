@@ -48,7 +48,7 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -218,9 +218,10 @@ class Megatron(OneAxis):
         if self.changes_the_model:
             self._check_synced(spec)
 
-    def check_device(self, device_type: str) -> None:
+    def on_device(self, device_type: str) -> Self:
         if self.transport == "shared_memory" and device_type != "cpu":
             raise ConfigError(f"{self}: shared_memory is between CPU ranks, not on {device_type}. Write transport=auto")
+        return self
 
     def _check_synced(self, spec: ModelSpec) -> None:
         """Refuses models whose loss is not each rank's own part of the logits: gradients would count once per rank."""

@@ -121,7 +121,8 @@ class RTP(OneAxis):
         visits: number of visits in which the slices of a layer's largest unit come, over messages out of place or
             symmetric memory; it divides `size`. `size / visits` slices lie side by side in a slot, and are one product.
             Smaller units come in as few visits as fit into the same slots, tables in more, heads in no fewer
-            (core/visits_by_size.py). By default every slice comes by itself.
+            (core/visits_by_size.py). By default every slice comes by itself on CPU; between GPUs it is `size`, in slots
+            of single slices, but where backward runs units again.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
@@ -259,11 +260,20 @@ class RTP(OneAxis):
                 first = position // m * m
                 neighbours = sum(self._num_flat_chunks(unit, k) for k in range(first, first + m) if k != position)
                 hops = visits - 1 + neighbours
-        in_backward += hopped * num_hops
-        transfers = (
-            Transfer(Kind.SEND, "rtp", Phase.FORWARD, in_forward, in_forward, numbers[0]),
-            Transfer(Kind.SEND, "rtp", Phase.BACKWARD, in_backward, in_backward, numbers[1] + hops * num_hops),
-        )
+        hopped, hops = hopped * num_hops, hops * num_hops
+        transfers: tuple[Transfer, ...]
+        if self.transport == "symmetric_memory":
+            transfers = (
+                Transfer(Kind.COPY, "rtp", Phase.FORWARD, in_forward, in_forward, numbers[0]),
+                Transfer(Kind.COPY, "rtp", Phase.BACKWARD, in_backward, in_backward, numbers[1]),
+                Transfer(Kind.SEND, "rtp", Phase.BACKWARD, hopped, hopped, hops),
+            )
+        else:
+            in_backward += hopped
+            transfers = (
+                Transfer(Kind.SEND, "rtp", Phase.FORWARD, in_forward, in_forward, numbers[0]),
+                Transfer(Kind.SEND, "rtp", Phase.BACKWARD, in_backward, in_backward, numbers[1] + hops),
+            )
         padding = largest - home if self._in_place and not copies else 0
         if self.transport == "symmetric_memory" and copies:  # see [Note: staged] in comm/transports/symmetric_memory.py
             padding = self._visiting_bytes(home, itemsize=unit.weights[0].itemsize)
@@ -336,7 +346,8 @@ class RTP(OneAxis):
 
     def num_parts(self, unit: Unit) -> int:
         """Parts in which a slice is known to visit: "auto" may come to a transport that has none."""
-        return num_parts(unit) if self._visit_in_parts and self.transport in _WITH_SLOTS else 1
+        known = self.transport in _WITH_SLOTS or self.visits_together
+        return num_parts(unit) if self._visit_in_parts and known else 1
 
     def _reads_in_backward(self, unit: Unit) -> int:
         """Number of times that backward needs the unit's slices: 0 for a head with kept logits (see `ops/loss.py`)."""
@@ -393,20 +404,24 @@ class RTP(OneAxis):
                 f"{self.kind}: visits={self.visits} does not divide the ring of {self.size}, and each visit brings as "
                 f"many slices. Write visits={' or '.join(map(str, some or [1]))}, or leave visits out"
             )
-        idle = (
-            f"transport={self.transport}"
-            if self.transport not in _WITH_SLOTS
-            else f"buffering={self.buffering}"
-            if self._in_place
-            else f"wire={self.wire}"
-            if self.wire is not None
-            else ""
-        )
-        if idle:
+        if self._comes_one_by_one:
+            self._refuse_visits(because=self._comes_one_by_one)
+
+    @property
+    def _comes_one_by_one(self) -> str:
+        """The option for which each slice visits by itself; empty if several can come together."""
+        if self.transport in ("shared_memory", "hierarchical"):
+            return f"transport={self.transport}"
+        if self._in_place:
+            return f"buffering={self.buffering}"
+        return "" if self.wire is None else f"wire={self.wire}"
+
+    def _refuse_visits(self, *, because: str) -> None:
+        if self.visits is not None:
             raise ConfigError(
-                f"{self.kind}: visits={self.visits} brings several slices into one slot, and {idle} brings them one by "
-                f"one. Write {self.kind}={self.size}[visits={self.visits},transport=send_receive], or symmetric_memory "
-                "between GPUs of one host, or leave visits out"
+                f"{self.kind}: visits={self.visits} brings several slices into one slot, and {because} brings them one "
+                f"by one. Write {self.kind}={self.size}[visits={self.visits},transport=send_receive] or leave visits "
+                "out"
             )
 
     def without_idle_options(self) -> Self:
@@ -437,7 +452,7 @@ class RTP(OneAxis):
                 f"outputs differ. {plain}"
             )
 
-    def check_device(self, device_type: str) -> None:
+    def on_device(self, device_type: str) -> Self:
         needed = {"shared_memory": "cpu", "hierarchical": "cpu", "symmetric_memory": "cuda"}.get(
             self.transport, device_type
         )
@@ -446,6 +461,12 @@ class RTP(OneAxis):
                 f"rtp: transport={self.transport} works between {needed.upper()} ranks, not on {device_type}. "
                 "Write transport=auto"
             )
+        if device_type == "cpu" and self.transport == "auto":
+            self._refuse_visits(because="transport=auto")
+        if device_type == "cpu" or self.visits is not None or self._comes_one_by_one or self.recomputes_units:
+            return self
+        # Between GPUs slices pass through slots, whichever way: in those of single slices several small ones have room.
+        return self.model_copy(update={"visits": self.size})
 
     def check(self, spec: ModelSpec) -> None:
         check_shares(spec, context=self.context, exchange=self.exchange, kind=self.kind)

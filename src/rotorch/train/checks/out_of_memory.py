@@ -89,7 +89,6 @@ class Share:
         rank: this one.
         num_layers: repeated blocks of the model, of which activation checkpointing keeps the inputs; 0 if unknown.
         copies_to_save: True if a save behind the run has copies of all that it writes (`train.async_save`).
-        dtype_of_passes: of products, if it is not the weights' own.
     """
 
     spec: ModelSpec
@@ -98,12 +97,10 @@ class Share:
     rank: int
     num_layers: int
     copies_to_save: bool = False
-    dtype_of_passes: str | None = None
 
     def predicted(self) -> Prediction:
         """The bytes of this rank, by the Layouts."""
-        strategies = [strategy.at_precision(self.dtype_of_passes) for strategy in self.strategies]
-        return predict(self.spec, strategies=strategies, rank=self.rank)
+        return predict(self.spec, strategies=self.strategies, rank=self.rank)
 
 
 @contextmanager

@@ -93,9 +93,8 @@ class CheckedRun:
 
     @property
     def strategies_in_passes(self) -> tuple[Strategy, ...]:
-        """The strategies, with what follows from the precision of passes."""
-        dtype = dtype_of_passes(self.config.train.precision)
-        return tuple(strategy.at_precision(dtype) for strategy in self.strategies)
+        """The strategies, with what follows from the precision of passes and from the device."""
+        return _in_passes(self.config, self.strategies)
 
 
 def check_run(
@@ -354,15 +353,18 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
     """
     import torch
 
-    from rotorch.mesh import device_type
-
     if config.train.compile:
         check_compiled(strategies)
-    of_passes = dtype_of_passes(config.train.precision)
-    for strategy in strategies:
-        strategy.at_precision(of_passes).check_device(device_type(config.train.device))
+    _in_passes(config, strategies)
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")
+
+
+def _in_passes(config: RunConfig, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    from rotorch.mesh import device_type
+
+    dtype, device = dtype_of_passes(config.train.precision), device_type(config.train.device)
+    return tuple(strategy.at_precision(dtype).on_device(device) for strategy in strategies)
 
 
 def read_model_config(config: RunConfig) -> Any:
