@@ -37,16 +37,17 @@ def test_the_page_has_the_figures_of_the_record():
     record = json.loads((ROOT / "benchmarks/results/gpu/step-model.json").read_text())
     rows = {(row["parallel"], row["tokens"]): row for row in record["rows"] if row["links"] == "mixed"}
     page = (ROOT / "docs/speed.md").read_text()
-    options = "recompute=none,transport=send_receive"
-    shown = {"`fsdp=8`": "fsdp=8", "`rtp=8`, slices one by one": f"rtp=8[{options}]"}
-    shown |= {f"`visits={g}`": f"rtp=8[{options},visits={g}]" for g in (8, 4, 2, 1)}
+    over = "rtp=8[recompute=none,transport={},visits={}]".format
+    shown = {"`fsdp=8`": "fsdp=8"}
+    shown |= {f"`rtp=8[visits={g}]`": over("symmetric_memory", g) for g in (8, 4, 2, 1)}
+    shown |= {f"`visits={g}`, by messages": over("send_receive", g) for g in (8, 4, 2, 1)}
     for head, layout in shown.items():
         cells = [rows[layout, tokens] for tokens in (2048, 4096, 8192)]
         line = " | ".join(f"{1e3 * row['step_s']:.0f} ({row['of_fsdp']:.2f})" for row in cells)
         assert f"| {head} | {line} |" in page
-    best = [
-        max(row["of_fsdp"] for (name, of), row in rows.items() if of == tokens and "rtp" in name)
-        for tokens in (2048, 4096, 8192)
-    ]
-    assert f"reached at 8,192 tokens ({best[2]:.2f})" in page
-    assert f"missed at 4,096 ({best[1]:.2f}) and 2,048 ({best[0]:.2f})" in page
+    shares = [[rows[over("symmetric_memory", g), t]["of_fsdp"] for t in (2048, 4096, 8192)] for g in (8, 4)]
+    (at_2k, at_4k, at_8k), fewer = shares
+    assert round(at_4k, 2) >= 0.95 > round(at_2k, 2)
+    said = f"reached at 4,096 tokens ({at_4k:.2f}) and 8,192 ({at_8k:.2f}) and missed at 2,048 ({at_2k:.2f})"
+    assert said in page.replace("\n", " ")
+    assert f"has {fewer[0]:.2f}, {fewer[1]:.2f} and {fewer[2]:.2f}" in page.replace("\n", " ")
