@@ -16,7 +16,7 @@ from rotorch.core.spec import UnitKind
 from rotorch.core.visits_by_size import Visits, visits_of
 from rotorch.core.whole_units import is_whole
 from rotorch.models.describe import describe
-from rotorch.models.hf import causal_lm
+from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.strategies import parse_parallel
 from rotorch.testing.conformance import examine, make_case
 from rotorch.testing.parity import parity_batch
@@ -82,6 +82,21 @@ def test_a_table_larger_than_a_slot_comes_in_parts_one_by_one(shaped, monkeypatc
     assert combine_layouts(map(strategy.layout, units)).slots_bytes <= 1.01 * max(
         strategy.layout(unit).slots_bytes for unit in units if num_parts(unit) == 1
     )
+
+
+@pytest.mark.parametrize(
+    "options", ["", "[transport=symmetric_memory]", "[transport=symmetric_memory,recompute=slice]"]
+)
+def test_slots_of_a_large_model_between_gpus_by_default(options):
+    """Llama-3-8B on 8 ranks, passes in bfloat16, gradients in float32: no more than slices of its MLP need."""
+    shapes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    shapes |= {"vocab_size": 128256, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    with rotorch.on_meta():
+        spec = describe(causal_lm(config_from_dict({"model_type": "llama", **shapes}, source="test"))).with_copies(2)
+    (strategy,) = parse_parallel(f"rtp=8{options}")
+    strategy = strategy.at_precision("bfloat16").on_device("cuda")
+    slots = combine_layouts(map(strategy.layout, strategy.units_of(spec).units)).slots_bytes
+    assert 0.2e9 < slots <= 0.4e9
 
 
 @pytest.mark.parametrize("recompute", ["head", pytest.param("slice", marks=pytest.mark.slow)])
