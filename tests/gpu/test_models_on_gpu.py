@@ -22,6 +22,7 @@ SYMMETRIC = "transport=symmetric_memory"
         (f"rtp=2[recompute=slice,{SYMMETRIC}]", "llama"),
         (f"rtp=2[recompute=none,{SYMMETRIC}]", "gemma2"),
         (f"rtp=3[{SYMMETRIC}]", "qwen3"),
+        (f"rtp=4[visits=2,{SYMMETRIC}]", "llama"),  # groups whose sums hop before their ranks share them out
         ("rtp=2", "mixtral"),
         (f"ddp=2,rtp=2[{SYMMETRIC}]", "llama"),
         ("single", "llama"),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from shapes import attending, mixture, on_grids, transformer
 
+from rotorch.core.whole_units import is_whole
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
@@ -166,7 +167,8 @@ def test_what_cannot_hold_the_model_is_named():
 
 def test_a_budget_for_whole_units_lies_between_a_ring_and_replicas():
     asked = task(rows=8)
-    texts = ["ddp=8", "rtp=8", "osdp=8[memory=500MiB]", "fsdp=8", "osdp=8[memory=500MiB,inner=fsdp]"]
+    ring = "transport=send_receive"  # over symmetric memory copies in the window come on top
+    texts = ["ddp=8", f"rtp=8[{ring}]", f"osdp=8[memory=500MiB,{ring}]", "fsdp=8", "osdp=8[memory=500MiB,inner=fsdp]"]
     ddp, rtp, some, fsdp, gathered = (search(asked, texts=[text]).plans[0] for text in texts)
     held = [sum(p.memory.by_category[c] for c in ("weights", "gradients", "optimizer")) for p in (some, gathered)]
     for plan, inner, num_bytes in ((some, rtp, held[0]), (gathered, fsdp, held[1])):
@@ -230,6 +232,17 @@ def test_rings_of_a_nodes_gpus_are_planned_over_symmetric_memory():
     of_two = task(cluster="h100x16", rows=16)
     auto, messages = (judged(of_two, f"rtp=16{options}", **rows) for options in ("", "[transport=send_receive]"))
     assert auto.step_s == messages.step_s
+
+
+@pytest.mark.parametrize("memory", ["400MiB", "700MiB", "1000MiB"])
+def test_plans_keep_the_same_units_whole_as_a_run_does(memory):
+    """Whatever "auto" comes to: its units are chosen before ranks have met."""
+    (written,) = parse_parallel(f"osdp=8[memory={memory}]")
+    of_run = written.at_precision("bfloat16").on_device("cuda")
+    of_plan = of_run.model_copy(update={"transport": "symmetric_memory"})
+    spec = task().spec.with_copies(2)
+    whole = [[unit.name for unit in s.units_of(spec).units if is_whole(unit)] for s in (of_run, of_plan)]
+    assert whole[0] == whole[1]
 
 
 def test_budgets_for_whole_units_are_tried_where_memory_is_left():

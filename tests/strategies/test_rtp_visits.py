@@ -10,6 +10,7 @@ from rotorch.comm.meter import Meter
 from rotorch.comm.transports.grouped import GroupedRing
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import combine_layouts
+from rotorch.core.strategy import OneAxis
 from rotorch.models.describe import describe
 from rotorch.strategies import parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic
@@ -134,6 +135,22 @@ def test_visits_that_cannot_be_are_refused_by_name(tiny, layout, said):
     (strategy,) = parse_parallel(layout)
     with pytest.raises(ConfigError, match=said):
         strategy.on_device("cpu").check(describe(build(plain_config(tiny("llama"), layers=2))))
+
+
+def test_a_strategy_that_refuses_devices_in_the_older_form_still_does():
+    class Older(OneAxis):
+        kind = "older"
+
+        def layout(self, unit, *, position=0):
+            raise AssertionError("nothing is held")
+
+        def check_device(self, device_type):
+            if device_type == "cuda":
+                raise ConfigError("not there")
+
+    assert Older(size=2).on_device("cpu") == Older(size=2)
+    with pytest.raises(ConfigError, match="not there"):
+        Older(size=2).on_device("cuda")
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,17 @@ def test_a_table_larger_than_a_slot_comes_in_parts_one_by_one(shaped, monkeypatc
     )
 
 
+def test_slices_that_replace_each_other_are_planned_as_they_visit(shaped, monkeypatch):
+    """With `buffering=in_place` tables come whole, also if "auto" comes to symmetric memory."""
+    monkeypatch.setattr(row_parts, "LEAST_BYTES", 1)
+    path = shaped(vocab_size=6000)
+    for layout in ("rtp=4[buffering=in_place]", "rtp=4[buffering=in_place,transport=symmetric_memory]"):
+        (strategy,) = parse_parallel(layout)
+        strategy = strategy.on_device("cuda").model_copy(update={"visits": None})
+        units = strategy.units_of(describe(build(plain_config(path, layers=1)))).cut_units
+        assert {strategy.num_parts(unit) for unit in units} == {1} == {num_parts(unit) for unit in units}
+
+
 @pytest.mark.parametrize(
     "options", ["", "[transport=symmetric_memory]", "[transport=symmetric_memory,recompute=slice]"]
 )

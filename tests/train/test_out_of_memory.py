@@ -15,6 +15,7 @@ from three_weights import make
 
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
+from rotorch.planner.prediction import predict
 from rotorch.run_config import BatchSizes
 from rotorch.strategies import batch_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
@@ -24,8 +25,11 @@ from rotorch.train.checkpoint.saving import save
 from rotorch.train.checks.out_of_memory import (
     ACTIVATIONS,
     CATEGORIES,
+    GRADIENTS,
     LOGITS,
+    OPTIMIZER,
     OTHER,
+    WEIGHTS,
     Share,
     asked_bytes,
     bytes_alive,
@@ -112,6 +116,37 @@ def test_more_ranks_take_less_each_so_that_the_global_batch_stays_what_it_was():
     found = [change.write for change in suggested("rtp=2", micro_batch=3, accumulation=4)]
     assert "parallel.layout=rtp=4 train.micro_batch=3 train.accumulation=2 --nproc 4" in found
     assert not [write for write in suggested("ddp=2", accumulation=1) if "--nproc" in write.write]  # nothing to share
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_changes_are_written_as_the_user_would_and_counted_as_they_run(device):
+    """What follows from precision and device is in no text, and in all figures."""
+    share = Share(
+        SPEC.with_copies(2),
+        parse_parallel("rtp=2"),
+        BatchSizes(1, 2, 2),
+        rank=0,
+        num_layers=4,
+        dtype_of_passes="bfloat16",
+        device=device,
+    )
+    found = list(changes(share, {**dict.fromkeys(CATEGORIES, 0), "activations": 800}, asked=0))
+    texts = [change.write for change in found]
+    assert "parallel.layout=rtp=2[recompute=slice]" in texts and len(texts) == len(set(texts))
+    assert len([text for text in texts if "rtp=4" in text]) == 1
+    assert not [text for text in texts if "compute=bfloat16" in text or "visits" in text]
+    (more,) = (change for change in found if "rtp=4" in change.write)
+    here, there = (
+        predict(
+            share.spec,
+            strategies=[s.at_precision("bfloat16").on_device(device) for s in parse_parallel(text)],
+            rank=0,
+        )
+        for text in ("rtp=2", "rtp=4")
+    )
+    at_rest = [sum(each.ledger[name] for name in (WEIGHTS, GRADIENTS, OPTIMIZER)) for each in (here, there)]
+    saves = at_rest[0] + here.transient_bytes - at_rest[1] - there.transient_bytes
+    assert more.saves_bytes == saves > 0
 
 
 def test_each_layout_is_named_once():

@@ -181,7 +181,12 @@ class Strategy(BaseModel, ABC):
         Raises:
             ConfigError: it cannot work there as its options are.
         """
+        self.check_device(device_type)
         return self
+
+    def check_device(self, device_type: str) -> None:
+        """Raises `ConfigError` if it cannot work on "cpu" or "cuda": the older form of `on_device`, for one release."""
+        return None
 
     def check_micro_batches(self, number: int) -> None:
         """Raises `ConfigError` if a step cannot consist of so many micro-batches."""

@@ -259,7 +259,7 @@ class _Search:
         return [
             plan
             for text, ring in rings.items()
-            for visits in range(1, ring.num_ranks)  # as many as ranks is the default
+            for visits in range(1, ring.num_ranks)  # as many as ranks: what the ring is without the option, or as good
             if ring.num_ranks % visits == 0
             for plan in self._plans(_with_option(text, f"visits={visits}"))
         ]

@@ -155,9 +155,11 @@ class WithoutArithmetic(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
+        given = _tensors((args, kwargs))
+        if func.namespace == "fsdp" and not func._schema.returns and any(t.numel() > _SMALL for t in given):
+            return None  # copies into and out of messages
         if func.namespace != "aten" or _is_view(func) or _name(func) in _ALLOCATES | _WAITS:
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
         # Products with wider sums are on CUDA only: here they have shapes, whatever their size.
         wider = _name(func) in _PRODUCTS and func._overloadname.startswith("dtype")
         is_large = wider or any(t.is_floating_point() and t.numel() > _SMALL for t in given)

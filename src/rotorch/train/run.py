@@ -39,8 +39,9 @@ from rich.text import Text
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError, StoppedEarly
 from rotorch.core.phase_line import tell_phase
+from rotorch.core.precision import dtype_of_passes
 from rotorch.core.quantities import format_bytes, format_count
-from rotorch.mesh import join_process_group, pick_device
+from rotorch.mesh import device_type, join_process_group, pick_device
 from rotorch.models.decay import num_decayed_parameters
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.preference_loss import PreferenceLoss
@@ -257,11 +258,13 @@ def train(
     """Runs one rank's training. Returns whether it came to the last step."""
     share = Share(
         run.spec,
-        run.strategies_in_passes,
+        run.strategies,
         run.sizes,
         rank=int(os.environ.get("RANK", "0")),
         num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
         copies_to_save=run.config.train.async_save,
+        dtype_of_passes=dtype_of_passes(run.config.train.precision),
+        device=device_type(run.config.train.device),
     )
     with explained_out_of_memory(share) as running:
         return _train(board, run=run, corpus=corpus, summary=summary, running=running, store=store)

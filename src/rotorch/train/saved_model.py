@@ -123,6 +123,8 @@ def open_saved_model(checkpoint: AnyPath | str, *, layout: str = "single", devic
     run = _with_own_tokenizer(_run_of(found, manifest), found, manifest)
     model_config = config_from_dict(manifest.model.config, source=str(found))
     tokens = MicroBatch(1, run.data.sequence_length)
+    for strategy in strategies:
+        strategy.on_device(device_type(device))
     strategies, _ = check_model(model_config, strategies=strategies, batch=tokens, num_micro_batches=1, lora=run.lora)
     saved = SavedModel(found, manifest, run, model_config, strategies, device)
     if not saved.on_gpu:

@@ -25,7 +25,7 @@ Cost (unit of P bytes, n ranks)
                With `visits=g` slots hold n/g slices. Over messages out of place and over symmetric memory a slice of
                an embedding or a head that is as large as two visits of a layer, or more, comes in parts about as large
                as one of these, of 1 MiB at least, and slots are no larger than that.
-               Under `auto`, which may come to a transport without parts, plans count whole slices.
+               Under `auto` on CPU, which may come to a transport without parts, plans count whole slices.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
                unless logits become real: for another loss than a plain cross-entropy, or a bias that is whole.
@@ -132,7 +132,8 @@ class RTP(OneAxis):
             ranks share (docs/long_context.md).
         memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
             are whole on every rank within it (`osdp=4[memory=2GiB]`, core/whole_units.py). A whole unit is computed
-            with as it is; `recompute` is for the others.
+            with as it is; `recompute` is for the others. Copies of slices in the precision of a pass, which only
+            symmetric memory keeps, come on top.
         experts: "cut": every expert of a mixture is cut through its hidden width, as the model's plan says. "whole": a
             slice is a set of whole experts, and computes for the tokens that go to these.
         compute: the dtype in which slices are computed with, if it is not the weights' own: that of `param_dtype` or of
@@ -201,8 +202,10 @@ class RTP(OneAxis):
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         held = (with_whole_experts(spec) if self.experts == "whole" else spec).with_inside_cut()
         if self.memory is not None:
-            # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
-            transport = "send_receive" if self.transport == "auto" else self.transport
+            # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank. Nor
+            # may the choice hang on what "auto" comes to between GPUs.
+            known = self.transport not in ("auto", "symmetric_memory")
+            transport = self.transport if known else "send_receive"
             unlimited = self.model_copy(update={"memory": None, "transport": transport})
             weighed = self._in_visits(held) if self.visits_together else held
             chosen = with_whole_units(weighed, strategy=unlimited, axis="rtp", memory=self.memory)
@@ -220,7 +223,7 @@ class RTP(OneAxis):
     @property
     def _visit_in_parts(self) -> bool:
         """True if tables visit in parts where slices are messages, each in a slot of its own."""
-        out_of_place = self.transport == "symmetric_memory" or self.buffering == "out_of_place"
+        out_of_place = self.buffering == "out_of_place"  # also where it says nothing: "auto" may come there with it
         return self.transport in ("auto", *_WITH_SLOTS) and out_of_place and self.size > 1
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:

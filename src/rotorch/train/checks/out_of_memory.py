@@ -84,11 +84,13 @@ class Share:
 
     Attributes:
         spec: the model.
-        strategies: strategies of the model.
+        strategies: strategies of the model, as they are written.
         sizes: of the batch.
         rank: this one.
         num_layers: repeated blocks of the model, of which activation checkpointing keeps the inputs; 0 if unknown.
         copies_to_save: True if a save behind the run has copies of all that it writes (`train.async_save`).
+        dtype_of_passes: of products, if it is not the weights' own.
+        device: of ranks: "cpu" or "cuda".
     """
 
     spec: ModelSpec
@@ -97,10 +99,13 @@ class Share:
     rank: int
     num_layers: int
     copies_to_save: bool = False
+    dtype_of_passes: str | None = None
+    device: str = "cpu"
 
     def predicted(self) -> Prediction:
         """The bytes of this rank, by the Layouts."""
-        return predict(self.spec, strategies=self.strategies, rank=self.rank)
+        in_passes = [s.at_precision(self.dtype_of_passes).on_device(self.device) for s in self.strategies]
+        return predict(self.spec, strategies=in_passes, rank=self.rank)
 
 
 @contextmanager
