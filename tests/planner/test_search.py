@@ -236,7 +236,7 @@ def test_rings_of_a_nodes_gpus_are_planned_over_symmetric_memory():
 
 @pytest.mark.parametrize("memory", ["400MiB", "700MiB", "1000MiB"])
 def test_plans_keep_the_same_units_whole_as_a_run_does(memory):
-    """Whatever "auto" comes to: its units are chosen before ranks have met."""
+    """Units are chosen before ranks have met, whatever "auto" will come to."""
     (written,) = parse_parallel(f"osdp=8[memory={memory}]")
     of_run = written.at_precision("bfloat16").on_device("cuda")
     of_plan = of_run.model_copy(update={"transport": "symmetric_memory"})

@@ -120,7 +120,7 @@ def test_more_ranks_take_less_each_so_that_the_global_batch_stays_what_it_was():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_changes_are_written_as_the_user_would_and_counted_as_they_run(device):
-    """What follows from precision and device is in no text, and in all figures."""
+    """Options that follow from precision and device are in no text, and in all figures."""
     share = Share(
         SPEC.with_copies(2),
         parse_parallel("rtp=2"),
