@@ -36,3 +36,17 @@ def test_rows_are_compared_with_the_smaller_peer(gpu_peaks, tmp_path):
     least = min(row["peak_bytes"] for row in rows if row["parallel"].startswith("fsdp2"))
     assert len(rows) == 4
     assert all(row["of_fsdp2"] == pytest.approx(row["peak_bytes"] / least) for row in rows)
+
+
+def test_the_page_has_the_figures_of_the_records():
+    page = (ROOT / "docs/speed.md").read_text()
+    records = [
+        json.loads((ROOT / f"benchmarks/results/gpu/peaks-{tokens}.json").read_text()) for tokens in (2048, 8192)
+    ]
+    assert all(record["model"]["num_hidden_layers"] == 32 for record in records)
+    for rows in zip(*(record["rows"] for record in records), strict=True):
+        assert " | ".join(f"{row['peak_bytes'] / 1e9:.1f} ({row['of_fsdp2']:.2f})" for row in rows) in page
+    short, long = ({row["parallel"]: row["of_fsdp2"] for row in record["rows"]} for record in records)
+    reached = {name for name, share in short.items() if name.startswith("rtp") and round(share, 2) <= 1.0}
+    assert reached == {name for name in short if name.startswith("rtp") and "send_receive" in name}
+    assert min(share for name, share in long.items() if name.startswith("rtp")) > 1.0
