@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,12 @@ class Contender:
         return dict(waits)
 
 
-def under_fsdp2(module: nn.Module, mode: str) -> None:
-    """Torch's `fully_shard` around every block and the root, as its documentation has it. In place."""
+def under_fsdp2(module: nn.Module, mode: str, *, apart: Sequence[nn.Module] = ()) -> None:
+    """Torch's `fully_shard` around every block, `apart` and the root, as its documentation has it. In place."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, mode), reduce_dtype=torch.float32)
-    for block in repeated_blocks(module):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+    for part in (*repeated_blocks(module), *apart):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     module.to_empty(device="cpu")
 

@@ -29,15 +29,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from gpu_counts import NULL, Contender, in_group_of  # noqa: E402
+from gpu_counts import NULL, Contender, in_group_of, under_fsdp2  # noqa: E402
 from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
 
 import rotorch  # noqa: E402
@@ -86,17 +84,9 @@ def peer(shapes: dict[str, Any], *, layers: int, tokens: int, groups: bool, reco
     config = config_from_dict({**shapes, "num_hidden_layers": layers, "use_cache": False}, source=__file__)
     with rotorch.on_meta():
         module = ChunkedLoss(causal_lm(config).train())
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, MODE), reduce_dtype=torch.float32)
-    for block in repeated_blocks(module):
-        if recompute:
-            block.forward = _checkpointed(block.forward)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    if groups:
-        fully_shard(module.model.embed_tokens, mesh=mesh, mp_policy=policy)
-        fully_shard(module.head, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    module.to_empty(device="cpu")
+    for block in repeated_blocks(module) if recompute else ():
+        block.forward = _checkpointed(block.forward)
+    under_fsdp2(module, MODE, apart=[module.model.embed_tokens, module.head] if groups else [])
     ids = torch.zeros(1, tokens, dtype=torch.int64)
 
     def step() -> None:
@@ -167,18 +157,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(measured(*options.row, shapes=shapes, layers=options.layers, tokens=tokens)))
         return 0
     rows: list[dict[str, Any]] = []
-    print(f"{'peak of a rank, without the optimizer':62} {'tokens':>6} {'GB':>7} {'of the least fsdp2':>19}")
+    print(f"{'peak of a rank, without the optimizer':62} {'tokens':>6} {'GB':>7}")
     for tokens in options.tokens:
         for parallel, recompute in ROWS:
             if options.only not in f"{parallel} {recompute}":
                 continue
             row = in_a_process(parallel, recompute, tiny=options.tiny, layers=options.layers, tokens=tokens)
             rows.append(row)
-            beside = [r for r in rows if (r["recompute"], r["tokens"]) == (recompute, tokens)]
-            peers = [r["peak_bytes"] for r in beside if r["parallel"].startswith("fsdp2")]
-            row["of_fsdp2"] = row["peak_bytes"] / min(peers) if peers else None
-            share = f"{row['of_fsdp2']:.2f}" if peers else ""
-            print(f"{parallel + '  ' + recompute:62} {tokens:6} {row['peak_bytes'] / 1e9:7.3f} {share:>19}", flush=True)
+            print(f"{parallel + '  ' + recompute:62} {tokens:6} {row['peak_bytes'] / 1e9:7.3f}", flush=True)
+    for row in rows:  # once both peers are known
+        beside = [r for r in rows if (r["recompute"], r["tokens"]) == (row["recompute"], row["tokens"])]
+        peers = [r["peak_bytes"] for r in beside if r["parallel"].startswith("fsdp2")]
+        row["of_fsdp2"] = row["peak_bytes"] / min(peers) if peers else None
     if options.json:
         record = {"model": {**shapes, "num_hidden_layers": options.layers}, "ranks": NUM_RANKS, "precision": MODE}
         options.json.parent.mkdir(parents=True, exist_ok=True)
