@@ -217,6 +217,32 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
     assert predicted == pytest.approx(measured, rel=BOUND)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens", "vocab", "options"),
+    [
+        (2, 128, 1024, "recompute=none"),
+        (2, 128, 1024, "recompute=slice"),
+        (1, 32, 8192, "recompute=none,visits=1"),
+        *(
+            pytest.param(*batch, options, marks=pytest.mark.slow)
+            for batch in ((1, 32, 1024), (2, 128, 8192))
+            for options in ("recompute=none", "recompute=slice", "recompute=none,buffering=in_place")
+        ),
+    ],
+)
+def test_predicted_peaks_of_slices_in_messages_are_those_of_a_real_step(rows, tokens, vocab, options):
+    """Gradients come with backward; batches have the peak at its beginning, in the first layer, and at its end."""
+    config, asked = planned_once(tokens, vocab)
+    task = BenchTask(
+        name="tiny", model=config.to_dict(), vocabulary=vocab, num_ranks=2, micro_batch=rows, sequence_length=tokens
+    )
+    layout = f"rtp=2[transport=send_receive,{options}]"
+    measured = min(run_ranks(peak_of, task, layout, 3, num_ranks=2))
+    asked = replace(asked, batch=Batch(2 * rows, tokens))
+    predicted = judged(asked, layout, rows=rows, accumulation=1).memory.total_bytes
+    assert predicted == pytest.approx(measured, rel=BOUND)
+
+
 def test_attentions_are_traced_in_the_dtype_in_which_they_compute():
     config = config_from_dict(json.loads(Path("configs/tiny/llama.json").read_text()), source="")
     attentions = []

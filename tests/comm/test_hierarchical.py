@@ -19,6 +19,7 @@ from rotorch.core.crossings import slices_between_hosts
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
+from rotorch.testing.rings import without_gradients
 
 PLACES = ["aabb", "aaabbb", "aabbcc"]
 """Host of each rank, a letter each."""
@@ -50,7 +51,7 @@ def make(hosts, transport="hierarchical", **options):
         ring = make_ring(transport, mesh=mesh, numels=numels_of(len(hosts)), **options)
     for item, numels in enumerate(ring.numels):
         ring.home_weights(item).copy_(values(item, ring.position, numels[ring.position]))
-        ring.home_gradients(item).fill_(float("nan"))  # whatever was there must not be seen
+    without_gradients(ring)  # whatever was there must not be seen
     return ring
 
 

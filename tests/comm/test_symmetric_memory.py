@@ -19,6 +19,7 @@ from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.core.errors import RankFailure
 from rotorch.testing.peer_memory import FakeLane, FakePeerMemory
 from rotorch.testing.ranks import run_ranks
+from rotorch.testing.rings import without_gradients
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,8 +52,7 @@ def _with_ring(function, n, make, schedule, faults, variant):
         _forget(lane, method)
     pick = SCHEDULES.get(schedule, lambda rank: schedule)
     ring = make("symmetric_memory" + variant, numels=numels_of(n), schedule=pick(dist.get_rank()))
-    for item in range(len(ring.numels)):
-        ring.home_gradients(item).fill_(float("nan"))
+    without_gradients(ring)
     with ring._memory.watched():
         found = function(ring)
     for item in range(len(ring.numels)):

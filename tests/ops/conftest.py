@@ -10,6 +10,7 @@ from rotorch.comm.transports import make_ring
 from rotorch.core.spec import Combine, Cut, Unit, UnitKind, Weight
 from rotorch.ops.rotate import RotatingUnit
 from rotorch.shard.flat import FlatSlices
+from rotorch.testing.rings import without_gradients
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,7 +51,7 @@ class Rotating:
         self.unit = RotatingUnit(unit, self.ring, 0, slices, self.recompute, self.ring.dtype, self.trained)
         for number, home in enumerate(self.home(self.ring.home_weights(0))):
             home.copy_(self.part(self.whole[number], number))
-        self.ring.home_gradients(0).fill_(float("nan"))
+        without_gradients(self.ring)
         dist.barrier()
 
     def home(self, flat):

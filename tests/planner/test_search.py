@@ -76,8 +76,9 @@ def test_slices_of_a_mixture_repeat_what_belongs_to_pairs():
 
 
 def test_gradients_of_a_slices_experts_are_there_at_once():
-    asked = replace(task(rows=8), spec=mixture(layers=8, num_experts=64))
-    cut = judged(asked, "rtp=8[recompute=slice]", rows=1, accumulation=1).memory.by_category["temporaries"]
+    asked = replace(task(rows=16), spec=mixture(layers=8, num_experts=64))
+    # Of two micro-batches: in the only backward of a step they are followed by a higher moment, all gradients at home.
+    cut = judged(asked, "rtp=8[recompute=slice]", rows=1, accumulation=2).memory.by_category["temporaries"]
     held = sum(weight.num_bytes for weight in asked.spec.experts[0].weights)
     assert held / 8 < cut < held / 8 + 16 * MIB
 

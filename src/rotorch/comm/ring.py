@@ -21,7 +21,7 @@ Every rank of the ring must make the same sequence of `start`, `visits` and `fin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.checksums import cancelling
+from rotorch.comm.home_gradients import HomeGradients
 from rotorch.comm.status_word import Operation, StatusWord, at
 
 ORDER_MODULUS = 2**31
@@ -61,10 +62,12 @@ class GradientBuffer(NamedTuple):
     Attributes:
         flat: the buffer, flat.
         fresh: it holds nothing yet: write instead of adding.
+        stays: its memory is there for the life of the ring, so that views of it may be kept.
     """
 
     flat: Tensor
     fresh: bool
+    stays: bool = True
 
 
 class DeferredAdd(Protocol):
@@ -108,18 +111,15 @@ def orders(own: int, *, size: int) -> tuple[list[int], list[int]]:
 class Ring(ABC):
     """One rank's position on a ring of `size` ranks, holding one slice of each of several items.
 
-    A transport's constructor allocates the memory of this rank's own slices and their gradients. All ranks of the mesh
-    must make the ring together.
+    A transport's constructor allocates the memory of this rank's own slices, and says where their gradients lie. All
+    ranks of the mesh must make the ring together.
     """
 
     _home_weights: Sequence[Tensor]
     """This rank's own slice of each item; set by the transport."""
 
-    _home_gradients: Sequence[Tensor]
-    """The gradient of each of them."""
-
-    _all_home_gradients: Tensor
-    """The memory of all these gradients."""
+    _home_gradients: HomeGradients
+    """The gradient of each of them; set by the transport."""
 
     moves_weights: bool
     """True if slices pass through buffers that are used again; then nothing may keep a view of one."""
@@ -194,7 +194,7 @@ class Ring(ABC):
         return None
 
     def home_gradients(self, item: int) -> Tensor:
-        """The gradient of this rank's own slice, flat; complete after `finish`."""
+        """The gradient of this rank's own slice, flat; complete after `finish`, and this memory's until `start`."""
         return self._home_gradients[item]
 
     def is_home(self, item: int) -> bool:
@@ -208,17 +208,18 @@ class Ring(ABC):
         """Makes the CUDA stream current on which additions to gradients run, if they have one of their own."""
         return nullcontext()
 
-    def home_gradients_of(self, items: Sequence[int]) -> Tensor:
-        """The gradients of neighbouring items as one flat tensor; there may be gaps between them."""
-        first, last = self._home_gradients[items[0]], self._home_gradients[items[-1]]
-        start = first.storage_offset() - self._all_home_gradients.storage_offset()
-        stop = last.storage_offset() + last.numel() - self._all_home_gradients.storage_offset()
-        return self._all_home_gradients[start:stop]
+    def home_gradients_of(self, items: Iterable[int]) -> list[Tensor]:
+        """The gradients of some items in as few flat tensors as possible; there may be gaps in one."""
+        return self._home_gradients.side_by_side(items)
 
     @property
-    def all_home_gradients(self) -> Tensor:
-        """The gradients of all items as one flat tensor."""
-        return self._all_home_gradients
+    def gradients_stay(self) -> bool:
+        """True if home gradients lie in the same memory in every step; else in new memory after `start` was `fresh`."""
+        return self._home_gradients.stays
+
+    def give_up_gradients(self, items: Iterable[int]) -> None:
+        """Leaves the memory of some gradients to those who refer to it, if it does not stay: later ones get new one."""
+        self._home_gradients.give_up(items)
 
     def start(self, *, fresh: Sequence[bool]) -> None:
         """Begins a step.
@@ -227,6 +228,7 @@ class Ring(ABC):
         here.
         """
         self.fresh, self._visited = list(fresh), 0
+        self.give_up_gradients(item for item, cleared in enumerate(fresh) if cleared)
         # Left over from a step that broke off, whose gradients are not used.
         self._deferred = []
         self._begun, self._came_home = [0] * len(self.numels), [0] * len(self.numels)

@@ -29,7 +29,6 @@ class GridStrategy(Strategy):
     """
 
     held_by: ClassVar[str] = "rotorch.hold.grid"
-    gradients_stay: ClassVar[bool] = True
     not_compiled: ClassVar[str] = "blocks are sent in the middle of layers, which cannot be compiled"
     cuts_weights: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
@@ -47,6 +46,10 @@ class GridStrategy(Strategy):
                 f"Write {self.kind}={' or '.join(squares)}"
             )
         return self
+
+    @property
+    def gradients_stay(self) -> bool:
+        return True
 
     @property
     def num_layers(self) -> int:

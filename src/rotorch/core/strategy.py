@@ -45,9 +45,6 @@ class Strategy(BaseModel, ABC):
     slices_visit: ClassVar[bool] = False
     """True if slices of weights visit a rank, which computes with one after another."""
 
-    gradients_stay: ClassVar[bool] = False
-    """True if gradients of all weights lie in buffers that are there from step to step."""
-
     ranks_alike: ClassVar[bool] = False
     """True if all its ranks hold and send the same of any unit, whatever their position."""
 
@@ -56,6 +53,11 @@ class Strategy(BaseModel, ABC):
 
     size_fields: ClassVar[tuple[str, ...]] = ("size",)
     """The fields of its size, as in `rtp=4`; those of a grid are joined by "x", as in `atp=2x4`."""
+
+    @property
+    def gradients_stay(self) -> bool:
+        """True if gradients of all weights lie in buffers that are there from step to step."""
+        return False
 
     @property
     @abstractmethod

@@ -29,21 +29,17 @@ class RingMemory(Memory):
         super().__init__()
         self._ring = ring
         self._trained = [unit for unit in units if unit.trained]
-        self._units = {
-            item: [weight.name for weight in unit.unit.weights] for unit in self._trained for item in unit.items
-        }
+        self._names = {unit.item: [weight.name for weight in unit.unit.weights] for unit in units}
         self._slices: dict[str, Tensor] = {}
-        self._gradients: dict[str, Tensor] = {}
+        self._staying: dict[int, list[Tensor]] = {}
+        """By unit: views of gradients that stay."""
+        self._given: dict[str, int] = {}
+        """Address of each gradient in the ring's memory that is the weight's own by now."""
         self._adds_up = False
         """True if this step adds to gradients of earlier steps."""
         for unit in units:
-            names = [weight.name for weight in unit.unit.weights]
-            homes = (
-                _in_one([memory(item) for item in unit.items]) for memory in (ring.home_weights, ring.home_gradients)
-            )
-            slices, gradients = (unit.slices.home.views(home, index=ring.position) for home in homes)
-            self._slices |= zip(names, slices, strict=True)
-            self._gradients |= zip(names, gradients, strict=True)
+            home = _in_one([ring.home_weights(item) for item in unit.items])
+            self._slices |= zip(self._names[unit.item], unit.slices.home.views(home, index=ring.position), strict=True)
 
     def shard(self, placement: ShardPlacement) -> Tensor | None:
         return self._slices.get(placement.weight.name)
@@ -52,10 +48,10 @@ class RingMemory(Memory):
         return None if held.name in self._slices else super().leaf(placement, held)
 
     def gradient_stays(self, name: str) -> bool:
-        return name in self._gradients or super().gradient_stays(name)
+        return self._ring.gradients_stay if name in self._slices else super().gradient_stays(name)
 
     def adds_in_place(self, name: str) -> bool:
-        return name in self._gradients
+        return name in self._slices
 
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Opens the ring for a step. All ranks."""
@@ -63,30 +59,56 @@ class RingMemory(Memory):
         for unit in self._trained:
             unit.reached.clear()
         fresh = [True] * len(self._ring.numels)
-        for item, names in self._units.items():
-            fresh[item] = self._nothing_accumulated([weights[name] for name in names])
+        for unit in self._trained:
+            nothing = self._nothing_accumulated(unit, [weights[name] for name in self._names[unit.item]])
+            for item in unit.items:
+                fresh[item] = nothing
         self._adds_up = torch.is_grad_enabled() and not all(fresh)
         self._ring.start(fresh=fresh)
 
-    def _nothing_accumulated(self, unit: Sequence[ShardedWeight]) -> bool:
+    def _nothing_accumulated(self, unit: RotatingUnit, held: Sequence[ShardedWeight]) -> bool:
         """Returns True if the user has cleared a unit's gradients; if only some of them, zeroes those."""
-        if all(held.parameter.grad is None for held in unit):
+        there = [weight.local_grad if weight.parameter.requires_grad else None for weight in held]
+        if all(gradient is None for gradient in there):
+            self._forget(unit)
             return True
-        for held in unit:
-            buffer, there = self._gradients[held.name], held.local_grad
-            # The ring adds to all weights of a unit or overwrites all: one flag per item.
-            if there is None:
+        if not torch.is_grad_enabled():  # an evaluation adds nothing
+            return False
+        names = self._names[unit.item]
+        stays = [g is not None and self._given.get(n) == g.data_ptr() for n, g in zip(names, there, strict=True)]
+        if any(name in self._given and not same for name, same in zip(names, stays, strict=True)):
+            # A weight that the user has cleared or frozen: the tensor that was its gradient must not change any more.
+            self._ring.give_up_gradients(unit.items)
+            if not self._ring.gradients_stay:
+                self._forget(unit)
+                stays = [False] * len(held)
+        # The ring adds to all weights of a unit or overwrites all: one flag per item.
+        for buffer, gradient, same in zip(self._gradients(unit), there, stays, strict=True):
+            if gradient is None:
                 buffer.zero_()
-            elif there.data_ptr() != buffer.data_ptr():
-                # The user has put a gradient of their own there: the step adds to it, in the ring's buffer.
-                buffer.copy_(there)
+            elif not same:  # also one that the user has put there: the step adds to it, in the ring's memory
+                buffer.copy_(gradient)
         return False
+
+    def _forget(self, unit: RotatingUnit) -> None:
+        for name in self._names[unit.item]:
+            self._given.pop(name, None)
+
+    def _gradients(self, unit: RotatingUnit) -> list[Tensor]:
+        """Views of the gradients of a unit's weights where the ring has them now."""
+        found = self._staying.get(unit.item)
+        if found is None:
+            home = _in_one([self._ring.home_gradients(item) for item in unit.items])
+            found = unit.slices.home.views(home, index=self._ring.position)
+            if self._ring.gradients_stay:
+                self._staying[unit.item] = found
+        return found
 
     def unused(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
         home = [
             name
             for unit in self._trained
-            for number, name in enumerate(self._units[unit.item])
+            for number, name in enumerate(self._names[unit.item])
             if number not in unit.reached and weights[name].parameter.requires_grad
         ]
         return [*super().unused(weights), *home]
@@ -94,11 +116,14 @@ class RingMemory(Memory):
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """The gradients that have come home; the ring has ended its step before."""
         home: dict[str, Tensor] = {}
-        for item, names in self._units.items():
-            if self._ring.fresh[item]:
-                # No backward has come to it: its buffer holds an earlier step's. Other replicas may have used it.
-                self._ring.home_gradients(item).zero_()
-            home |= {name: self._gradients[name] for name in names if weights[name].parameter.requires_grad}
+        for unit in self._trained:
+            for item in unit.items:
+                if self._ring.fresh[item]:
+                    # No backward has come to it: it holds an earlier step's. Other replicas may have used it.
+                    self._ring.home_gradients(item).zero_()
+            found = zip(self._names[unit.item], self._gradients(unit), strict=True)
+            home |= {name: gradient for name, gradient in found if weights[name].parameter.requires_grad}
+        self._given = {name: gradient.data_ptr() for name, gradient in home.items()}
         return {**super().complete(weights), **home}
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
@@ -120,15 +145,12 @@ class RingMemory(Memory):
 
     def whole_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
         """Gradients of replicated weights."""
-        whole = (held.local_grad for name, held in weights.items() if name not in self._gradients)
+        whole = (held.local_grad for name, held in weights.items() if name not in self._slices)
         return [grad for grad in whole if grad is not None]
 
     def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
-        if len(self._units) == len(self._ring.numels):
-            home = [self._ring.all_home_gradients]
-        else:  # without the buffers of frozen units, which hold nothing
-            home = [self._ring.home_gradients(item) for item in self._units]
-        return [*home, *self.whole_gradients(weights)]
+        items = [item for unit in self._trained for item in unit.items]  # frozen units have none
+        return [*self._ring.home_gradients_of(items), *self.whole_gradients(weights)]
 
 
 def _in_one(parts: Sequence[Tensor]) -> Tensor:

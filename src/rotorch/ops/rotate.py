@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotorch._torch_private import storage_key
-from rotorch.comm.ring import Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.status_word import Operation, at
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Unit
@@ -159,8 +159,11 @@ class RotatingUnit:
             self._views[key] = [view.data.requires_grad_(self.trained) for view in views]
         return self._views[key]
 
-    def gradients(self, flat: Tensor, *, index: int) -> list[Tensor]:
-        """The weights' parts of a slice's flat gradient buffer; the same objects for the same memory."""
+    def gradients(self, buffer: GradientBuffer, *, index: int) -> list[Tensor]:
+        """The weights' parts of a slice's gradient buffer; the same objects for the same memory, where that stays."""
+        flat = buffer.flat
+        if not buffer.stays:
+            return self.slices.views(flat, index=index)
         key = (index, flat.data_ptr())
         if key not in self._views:
             self._views[key] = self.slices.views(flat, index=index)
@@ -186,7 +189,7 @@ class SliceGradient:
     def _look(self, *, wait: bool) -> None:
         buffer = self._unit.ring.gradient(self._unit.item, self._visit, wait=wait)
         if buffer is not None:
-            self._views = self._unit.gradients(buffer.flat, index=self._visit.index)
+            self._views = self._unit.gradients(buffer, index=self._visit.index)
             self._fresh = [buffer.fresh] * len(self._views)
 
     def add(self, number: int, grad: Tensor) -> None:

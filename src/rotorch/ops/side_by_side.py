@@ -206,7 +206,7 @@ class OrderedAdds:
             return False
         # An empty slice still has its turn: the next rank waits for the counter.
         if unit.slices.numels[visit.index]:
-            (gradient,) = unit.gradients(buffer.flat, index=visit.index)
+            (gradient,) = unit.gradients(buffer, index=visit.index)
             self._add(gradient, buffer.fresh, unit.ranges[visit.index])
         unit.ring.pass_on(unit.item, visit)
         self._next = next(self._visits, None)

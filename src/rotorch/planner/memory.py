@@ -10,8 +10,8 @@
     At the start of backward all saved tensors are alive, and logits with their gradient. In the first backward
     of a layer temporaries are alive beside them, and all of its interior if that is recomputed. At the end no tensor
     is saved any more, but all gradients exist. The highest of the three counts. Before the first backward of a step
-    gradients exist only if they have permanent memory (`ddp`'s buckets, `rtp`'s home slices, buffers of grids). In a
-    pipeline the embedding's gradient is the last of a micro-batch, made while others are kept.
+    gradients exist only if they have permanent memory (`ddp`'s buckets, home slices in shared memory, buffers of
+    grids). In a pipeline the embedding's gradient is the last of a micro-batch, made while others are kept.
 
 [Note: experts]
     A module of experts gathers its tokens by expert and adds their outputs up. Cut through their widths, each slice
@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -355,8 +356,22 @@ class _Passes:
                 left = kept - self.traced.behind.of(self.rows) if has_head and not self.by_units else kept
                 each = [self._gradients_of_experts(number, kept=left) for number in layers]
                 moments += [{"gradients": early, "activations": a, "temporaries": b} for a, b in each]
+                if not early:
+                    late = gradients - self._last_to_come(rank, of_layers=gradients - rank.around)
+                    each = [self._gradients_of_experts(number, kept=first) for number in layers]
+                    each.append((first, temporaries))
+                    moments += [{"gradients": late, "activations": a, "temporaries": b} for a, b in each]
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
+
+    def _last_to_come(self, rank: FixedMemory, *, of_layers: float) -> float:
+        """The gradients that are not there yet in the first layer's backward: its own, and those of what is before."""
+        own = of_layers / max(1, self.model.num_layers)
+        if self.stages is not None and 0 not in rank.stages:
+            return own
+        tables = (weight for unit in self.model.before if not unit.logits for weight in trained_weights(unit))
+        ranks = math.prod(strategy.num_ranks for strategy in (*self.sharing, self.inner))
+        return own + sum(weight.num_bytes for weight in tables) / ranks
 
     def _moments_of_layers(
         self, whole: Gathered, *, kept: float, own: float, outside: float, early: float

@@ -319,7 +319,9 @@ class ShardedWeight:
             gradient.add_(self.earlier)
             self.earlier = None
         if not self.gradient_stays:
-            self.parameter.grad = dtensor_like(self.parameter, gradient)
+            there = self.local_grad if self.adds_in_place else None
+            if there is None or there.data_ptr() != gradient.data_ptr():
+                self.parameter.grad = dtensor_like(self.parameter, gradient)
             return
         if self._attached is None or self._attached[0] != gradient.data_ptr():
             self._attached = gradient.data_ptr(), dtensor_like(self.parameter, gradient)
@@ -365,7 +367,9 @@ class EarlierGradient:
     def __init__(self, held: ShardedWeight) -> None:
         gradient = held.local_grad
         assert gradient is not None, "made for a weight that has a gradient"
-        self._held, self._values = held, gradient.clone()
+        # A ring that finds it cleared leaves its memory alone, unless gradients stay there.
+        left_alone = held.adds_in_place and not held.gradient_stays
+        self._held, self._values = held, gradient if left_alone else gradient.clone()
         # Referred to once: one more reference would look like the user's (`protect_gradient`).
         self._gradient = None if held.is_attached(held.parameter.grad) else held.parameter.grad
         held.parameter.grad = None

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rotorch.comm.home_gradients import StayingGradients
 from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.comm.status_word import Operation
@@ -54,7 +55,6 @@ class _Segment:
         home_turns: additions to each of its home gradients.
         weights: its own slice of each item.
         gradients: the gradient of each of them.
-        all_gradients: the same as one tensor.
         slots: for visiting slices.
         sums: for gradients of other hosts' slices.
     """
@@ -74,8 +74,8 @@ class _Segment:
         self.home_turns = numbers[_COUNTS + sums :]
         start, total = extent.start + _header_bytes(len(home), sums), sum(home)
         elements = torch.frombuffer(memory, dtype=torch.uint8)[start : extent.start + extent.num_bytes].view(dtype)
-        weights, self.all_gradients, *slots = elements.split([total, total, *sizes])
-        self.weights, self.gradients = weights.split(list(home)), self.all_gradients.split(list(home))
+        weights, gradients, *slots = elements.split([total, total, *sizes])
+        self.weights, self.gradients = weights.split(list(home)), gradients.split(list(home))
         self.sums, self.slots = slots[:sums], slots[sums:]
 
 
@@ -133,8 +133,7 @@ class HierarchicalRing(Ring):
             for extent, home in zip(extents, homes, strict=True)
         ]
         self._own = own = self._segments[self._local_rank]
-        self._home_weights, self._home_gradients = own.weights, own.gradients
-        self._all_home_gradients = own.all_gradients
+        self._home_weights, self._home_gradients = own.weights, StayingGradients(own.gradients)
         self._arrival = torch.empty(largest, dtype=dtype)
         """The sum of the hosts before this one, for this rank's slice of the next block."""
         self._base, self._num_fetches, self._num_done, self._num_sums = 0, 0, 0, 0

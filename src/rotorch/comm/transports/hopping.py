@@ -221,9 +221,9 @@ class HoppingRing(MessageRing):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        n, number, home = self.size, visit.number, self._home_gradients[item]
+        n, number = self.size, visit.number
         if n == 1:
-            return GradientBuffer(home, self.fresh[item])
+            return GradientBuffer(self._home_gradients[item], self.fresh[item], self.gradients_stay)
         travelling = self._gradient_slot[: self.numels[item][visit.index]]
         if number == 0:
             return GradientBuffer(travelling, True)
@@ -235,11 +235,12 @@ class HoppingRing(MessageRing):
             self._gradient_hop = None
         if number < n - 1:
             return GradientBuffer(travelling, False)
+        home = self._home_gradients[item]
         if self.fresh[item]:  # own slice: the sum of all others has arrived
             home.copy_(travelling)
         else:
             home.add_(travelling)
-        return GradientBuffer(home, False)
+        return GradientBuffer(home, False, self.gradients_stay)
 
     def pass_on(self, item: int, visit: Visit) -> None:
         n, r = self.size, self.position

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 
+from rotorch.comm.home_gradients import ComingGradients
 from rotorch.comm.ring import Ring, RingSetup
 from rotorch.comm.wire import Wire
 
@@ -42,8 +44,9 @@ class MessageRing(Ring):
         starts = [0, *accumulate(rooms or home)]
         self._home_buffer = torch.empty(starts[-1], dtype=dtype, device=device)
         self._home_weights = [self._home_buffer[s : s + numel] for s, numel in zip(starts, home, strict=False)]
-        self._all_home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
-        self._home_gradients = self._all_home_gradients.split(home)
+        self._home_gradients = ComingGradients(
+            home, later_parts=setup.later_parts, make=partial(torch.empty, dtype=dtype, device=device)
+        )
         self._largest = max((max(n) for n in self.numels), default=0)
 
 

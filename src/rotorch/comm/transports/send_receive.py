@@ -200,12 +200,8 @@ class SendReceiveRing(MessageRing):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        n, number = self.size, visit.number
-        home = self._home_gradients[item]
-        if n == 1:
-            return GradientBuffer(home, self.fresh[item])
-        if number == n - 1:  # own slice: see [Note: added when it arrives]
-            return GradientBuffer(home, self.fresh[item])
+        if visit.number == self.size - 1:  # own slice: see [Note: added when it arrives]
+            return GradientBuffer(self._home_gradients[item], self.fresh[item], self.gradients_stay)
         return self._travelling(item, visit, self.numels[item][visit.index], wait=wait)
 
     def _travelling(self, item: int, visit: Visit, numel: int, *, wait: bool) -> GradientBuffer | None:

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rotorch.comm.home_gradients import StayingGradients
 from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.core.errors import HeardFailure
@@ -137,8 +138,7 @@ class SharedMemoryRing(Ring):
         self._all_gradients = [self._typed(flat, extent) for extent in plan.gradients]
         self._gradients = [self._parts(rank) for rank in range(self.size)]
         self._home_weights = [of_item[self.position] for of_item in self._weights]
-        self._home_gradients = self._gradients[self.position]
-        self._all_home_gradients = self._all_gradients[self.position]
+        self._home_gradients = StayingGradients(self._gradients[self.position])
 
     # ------------------------------------------------------------- memory
 

@@ -55,10 +55,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from rotorch.comm.home_gradients import ComingGradients
 from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
 from rotorch.comm.transports.groups import FlatChunk, Groups
 from rotorch.comm.transports.passes import Pass, Passes
@@ -137,17 +139,18 @@ class SymmetricMemoryRing(Ring):
             for s, sizes in zip(starts[r], self.numels, strict=False)
         ]
         """This rank's slices as they visit: its home slices, but where these are converted."""
-        home_starts = self._layout([sizes[r] for sizes in self.numels])
         self._home_weights = self._own
         if self._converts:
+            home_starts = self._layout([sizes[r] for sizes in self.numels])
             masters = memory.empty(home_starts[-1], dtype=dtype)
             self._home_weights = [masters[s : s + sizes[r]] for s, sizes in zip(home_starts, self.numels, strict=False)]
         self._inbox = memory.window[inbox : inbox + largest]
         self._inboxes = [memory.of_peer(rank, inbox, largest) for rank in range(n)]
-        self._all_home_gradients = memory.empty(home_starts[-1], dtype=dtype)
-        self._home_gradients = [
-            self._all_home_gradients[s : s + sizes[r]] for s, sizes in zip(home_starts, self.numels, strict=False)
-        ]
+        self._home_gradients = ComingGradients(
+            [sizes[r] for sizes in self.numels],
+            later_parts=setup.later_parts,
+            make=partial(memory.empty, dtype=dtype),
+        )
         self._slots = [memory.empty(largest, dtype=self.wire_dtype) for _ in range(2)]
         self._parts = [memory.empty(largest, dtype=dtype) for _ in range(2)]
         together = {item: groups.count for item, groups in enumerate(self._groups) if groups.per_visit > 1}
@@ -300,7 +303,7 @@ class SymmetricMemoryRing(Ring):
         if self.stays(item, visit):
             if item in self._home_summed:
                 compute.after(self._home_summed.pop(item))
-            return GradientBuffer(self._home_gradients[item], self.fresh[item])
+            return GradientBuffer(self._home_gradients[item], self.fresh[item], self.gradients_stay)
         part = self._num_parts % 2  # the other one may still be under way to the next rank
         compute.after(self._part_free[part])
         return GradientBuffer(self._parts[part][: self._groups[item].numels[visit.index]], True)
@@ -318,7 +321,8 @@ class SymmetricMemoryRing(Ring):
         hops, numel = self._memory.hops, groups.numels[visit.index]
         to, source = ((self.position + distance) % self.size for distance in (-groups.per_visit, groups.per_visit))
         part = self._num_parts % 2
-        buffer = self._home_gradients[item] if stays else self._parts[part][:numel]
+        home = self._home_gradients[item] if here else None  # its memory, too, must have come before the mark
+        buffer = home if stays and home is not None else self._parts[part][:numel]
         came, free = self._channels()
         # The part is added to and sent only once compute has made it.
         hops.after(self._memory.compute.mark())
@@ -333,22 +337,17 @@ class SymmetricMemoryRing(Ring):
                 hops.wait_signal(to, channel=free)
                 hops.copy([self._inboxes[to][:numel]], [buffer])
                 hops.signal(to, channel=came)
-        elif not stays:
-            self._share_out(item, buffer)
+        elif home is not None and not stays:
+            self._share_out(item, buffer, home=home)
         if stays:
             self._home_summed[item] = hops.mark()
         else:
             self._part_free[part] = hops.mark()
             self._num_parts += 1
 
-    def _share_out(self, item: int, gradient: Tensor) -> None:
+    def _share_out(self, item: int, gradient: Tensor, *, home: Tensor) -> None:
         """Gives every neighbour its part of the own group's gradient (see [Note: the way home of groups])."""
-        groups, numels, home, hops = (
-            self._groups[item],
-            self.numels[item],
-            self._home_gradients[item],
-            self._memory.hops,
-        )
+        groups, numels, hops = self._groups[item], self.numels[item], self._memory.hops
         came, free = self._channels()
         own = [chunk for chunk in groups.chunks[self.position] if chunk.numel]
         if own:

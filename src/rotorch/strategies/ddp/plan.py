@@ -42,10 +42,13 @@ class DDP(OneAxis):
     """
 
     kind: ClassVar[str] = "ddp"
-    gradients_stay: ClassVar[bool] = True
     ranks_alike: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     recompute: Literal["none", "block"] = "none"
+
+    @property
+    def gradients_stay(self) -> bool:
+        return True
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         return Layout(

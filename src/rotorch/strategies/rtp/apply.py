@@ -173,27 +173,17 @@ class RTPModel(SimpleShardedModel, ShardedStages):
 
         ring.before_pass = before_pass
         trained = [item for unit in self.units if unit.trained for item in unit.items]
-        sizes = [(item, ring.home_gradients(item).numel()) for item in reversed(trained)]
+        sizes = [(item, ring.home_weights(item).numel()) for item in reversed(trained)]
         return [
             Part(
                 tuple(names[item] for item in run),
-                partial(self._home_gradients, run),
+                partial(ring.home_gradients_of, run),
                 sum_later,
                 is_home=partial(self._are_home, run),
                 beside=ring.behind_gradients,
             )
             for run in in_runs(sizes)
         ]
-
-    def _home_gradients(self, items: Sequence[int]) -> list[Tensor]:
-        """The gradients of some items, those of neighbours as one tensor."""
-        runs: list[list[int]] = []
-        for item in sorted(items):
-            if runs and item == runs[-1][-1] + 1:
-                runs[-1].append(item)
-            else:
-                runs.append([item])
-        return [self.ring.home_gradients_of(run) for run in runs]
 
     def _are_home(self, items: Sequence[int]) -> bool:
         return all(map(self.ring.is_home, items))

@@ -141,7 +141,6 @@ class RTP(OneAxis):
     """
 
     kind: ClassVar[str] = "rtp"
-    gradients_stay: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     slices_visit: ClassVar[bool] = True
@@ -165,6 +164,10 @@ class RTP(OneAxis):
         check_divides(size=self.size, context=self.context, kind=self.kind)
         check_memory(self.memory, kind=self.kind, context=self.context)
         return self
+
+    @property
+    def gradients_stay(self) -> bool:
+        return self.transport in ("shared_memory", "hierarchical")  # other ranks map them there
 
     @property
     def visits_together(self) -> bool:
