@@ -38,6 +38,9 @@ class InnerMemory(Memory):
     def adds_in_place(self, name: str) -> bool:
         return True
 
+    def gradient_goes(self, name: str) -> bool:
+        return name in self._owned and self._inner[name].gradient_goes
+
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Hands gradients that the user has not cleared to the inner model, which starts next."""
         for name, inner in self._inner.items():
@@ -57,6 +60,8 @@ class InnerMemory(Memory):
         for name, held in weights.items():
             if held.parameter.requires_grad:
                 gradient = self._inner[name].local_grad if name in self._owned else None
+                if gradient is not None:  # known only now: a sum over ranks may have put it where it stays
+                    held.gradient_stays = self._inner[name].gradient_stays
                 found[name] = torch.zeros_like(held.local) if gradient is None else gradient
         return found
 

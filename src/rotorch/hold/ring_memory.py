@@ -53,6 +53,9 @@ class RingMemory(Memory):
     def adds_in_place(self, name: str) -> bool:
         return name in self._slices
 
+    def gradient_goes(self, name: str) -> bool:
+        return name in self._slices and not self._ring.gradients_stay
+
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Opens the ring for a step. All ranks."""
         super().start(weights)

@@ -222,6 +222,10 @@ class Memory:
         """True if a step adds to an earlier gradient in place, which is then not set aside."""
         return False
 
+    def gradient_goes(self, name: str) -> bool:
+        """True if a step that finds a gradient cleared leaves its memory to whoever still refers to it."""
+        return False
+
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Prepares a step: leaves have values and no gradients."""
         for held in weights.values():
@@ -346,6 +350,7 @@ class ShardedWeights:
             held.in_pass = held.parameter if held.leaf is None else held.leaf
             held.gradient_stays = self.memory.gradient_stays(held.name)
             held.adds_in_place = self.memory.adds_in_place(held.name)
+            held.gradient_goes = self.memory.gradient_goes(held.name)
             held.reshard()
             self.held[held.name] = held
         self.leaves = {name: held.leaf for name, held in self.held.items() if held.leaf is not None}

@@ -192,6 +192,7 @@ class ShardedWeight:
         owns_storage: True if `local` alone lies in its storage.
         gradient_stays: True if gradients lie in the same memory in every step, so that the DTensor over one is kept.
         adds_in_place: True if a step adds to an earlier gradient in place, which is then not set aside.
+        gradient_goes: True if a step that finds it cleared leaves its memory to whoever still refers to it.
         mesh: of all ranks of the model; None until the model is complete.
         is_summed: says whether its gradient is that of all ranks, and not of this replica alone (`hold/put_off.py`).
         meet_for_state: called by all ranks of the model before each keeps its part of an optimizer's whole state.
@@ -211,6 +212,7 @@ class ShardedWeight:
     owns_storage: bool = False
     gradient_stays: bool = False
     adds_in_place: bool = False
+    gradient_goes: bool = False
     mesh: DeviceMesh | None = None
     is_summed: Callable[[], bool] = _always
     meet_for_state: Callable[[], object] = _always
@@ -367,9 +369,7 @@ class EarlierGradient:
     def __init__(self, held: ShardedWeight) -> None:
         gradient = held.local_grad
         assert gradient is not None, "made for a weight that has a gradient"
-        # A ring that finds it cleared leaves its memory alone, unless gradients stay there.
-        left_alone = held.adds_in_place and not held.gradient_stays
-        self._held, self._values = held, gradient if left_alone else gradient.clone()
+        self._held, self._values = held, gradient if held.gradient_goes else gradient.clone()
         # Referred to once: one more reference would look like the user's (`protect_gradient`).
         self._gradient = None if held.is_attached(held.parameter.grad) else held.parameter.grad
         held.parameter.grad = None
