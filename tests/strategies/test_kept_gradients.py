@@ -23,17 +23,20 @@ LAYOUTS = [
     "pp=2,rtp=2[transport=send_receive]",
     "ddp=2,pp=2,rtp=1",
     pytest.param("ddp=2,pp=2,rtp=2", marks=SLOW),
+    pytest.param("ddp=2,zeropp=1x2[inner=rtp]", marks=SLOW),
     pytest.param("ddp=2,pp=2,rtp=2[transport=send_receive]", marks=SLOW),
     pytest.param("rtp=2[transport=send_receive],megatron=2", marks=SLOW),
 ]
 
 
-def steps(path, parallel):
+def steps(path, parallel, hooks=False):
     """Largest differences: of kept gradients after further steps, and of the sum of three steps."""
     with exact_arithmetic():
         with rotorch.on_meta():
             module = widen(causal_lm(load_config(path))).train()
         model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=1)
+        for held in list(model.weights.values())[::2] if hooks else ():
+            held.parameter.register_hook(lambda gradient: gradient)
         torch.manual_seed(3)
         ids = torch.randint(0, module.config.vocab_size, (8, 12))
         rows = ids.tensor_split(model.num_batch_ranks)[model.batch_rank]
@@ -58,4 +61,13 @@ def _largest(values):
 def test_what_was_cleared_stays_as_it_is_and_what_was_not_is_added_to(tiny, parallel):
     num_ranks = math.prod(strategy.num_ranks for strategy in parse_parallel(parallel))
     for changed, added in run_ranks(steps, tiny("qwen3"), parallel, num_ranks=num_ranks):
+        assert changed == 0.0 and added < 1e-11
+
+
+@pytest.mark.parametrize(
+    "parallel", ["rtp=2[transport=send_receive]", "pp=2,rtp=2", pytest.param("pp=2,tesseract=1x1x2", marks=SLOW)]
+)
+def test_hooks_of_some_gradients_see_a_step_alone_and_leave_the_sum_right(tiny, parallel):
+    num_ranks = math.prod(strategy.num_ranks for strategy in parse_parallel(parallel))
+    for changed, added in run_ranks(steps, tiny("llama"), parallel, True, num_ranks=num_ranks):
         assert changed == 0.0 and added < 1e-11

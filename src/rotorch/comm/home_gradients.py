@@ -2,8 +2,8 @@
 
 [Note: memory that comes]
     When backward begins, activations are at their most and no gradient is there yet; when it ends, it is the other way
-    round. So the gradients of a unit get memory when the first backward of a step comes to it. A step gives up what it
-    finds cleared: whoever still refers to such a gradient keeps it as it is. Frozen units never have any.
+    round. So the gradients of a unit get memory when the first backward of a step comes to it, and a step that finds
+    all of them cleared gives it up. Frozen units never have any.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class HomeGradients(ABC):
     @abstractmethod
     def __getitem__(self, item: int) -> Tensor:
         """The gradient; holds any values if this step has written none yet."""
+
+    def come(self, item: int) -> None:
+        """Makes a gradient's memory now, if it is not there yet."""
+        self[item]
 
     @abstractmethod
     def give_up(self, items: Iterable[int]) -> None:

@@ -67,7 +67,7 @@ class GradientBuffer(NamedTuple):
 
     flat: Tensor
     fresh: bool
-    stays: bool = True
+    stays: bool
 
 
 class DeferredAdd(Protocol):
@@ -194,7 +194,7 @@ class Ring(ABC):
         return None
 
     def home_gradients(self, item: int) -> Tensor:
-        """The gradient of this rank's own slice, flat; complete after `finish`, and this memory's until `start`."""
+        """The gradient of this rank's own slice, flat; complete after `finish`. Asked for from the first backward on."""
         return self._home_gradients[item]
 
     def is_home(self, item: int) -> bool:

@@ -33,8 +33,6 @@ class RingMemory(Memory):
         self._slices: dict[str, Tensor] = {}
         self._staying: dict[int, list[Tensor]] = {}
         """By unit: views of gradients that stay."""
-        self._given: dict[str, int] = {}
-        """Address of each gradient in the ring's memory that is the weight's own by now."""
         self._adds_up = False
         """True if this step adds to gradients of earlier steps."""
         for unit in units:
@@ -48,7 +46,7 @@ class RingMemory(Memory):
         return None if held.name in self._slices else super().leaf(placement, held)
 
     def gradient_stays(self, name: str) -> bool:
-        return self._ring.gradients_stay if name in self._slices else super().gradient_stays(name)
+        return name in self._slices or super().gradient_stays(name)
 
     def adds_in_place(self, name: str) -> bool:
         return name in self._slices
@@ -73,29 +71,17 @@ class RingMemory(Memory):
         """Returns True if the user has cleared a unit's gradients; if only some of them, zeroes those."""
         there = [weight.local_grad if weight.parameter.requires_grad else None for weight in held]
         if all(gradient is None for gradient in there):
-            self._forget(unit)
             return True
         if not torch.is_grad_enabled():  # an evaluation adds nothing
             return False
-        names = self._names[unit.item]
-        stays = [g is not None and self._given.get(n) == g.data_ptr() for n, g in zip(names, there, strict=True)]
-        if any(name in self._given and not same for name, same in zip(names, stays, strict=True)):
-            # A weight that the user has cleared or frozen: the tensor that was its gradient must not change any more.
-            self._ring.give_up_gradients(unit.items)
-            if not self._ring.gradients_stay:
-                self._forget(unit)
-                stays = [False] * len(held)
-        # The ring adds to all weights of a unit or overwrites all: one flag per item.
-        for buffer, gradient, same in zip(self._gradients(unit), there, stays, strict=True):
+        for buffer, gradient in zip(self._gradients(unit), there, strict=True):
+            # The ring adds to all weights of a unit or overwrites all: one flag per item.
             if gradient is None:
                 buffer.zero_()
-            elif not same:  # also one that the user has put there: the step adds to it, in the ring's memory
+            elif gradient.data_ptr() != buffer.data_ptr():
+                # The user has put a gradient of their own there: the step adds to it, in the ring's memory.
                 buffer.copy_(gradient)
         return False
-
-    def _forget(self, unit: RotatingUnit) -> None:
-        for name in self._names[unit.item]:
-            self._given.pop(name, None)
 
     def _gradients(self, unit: RotatingUnit) -> list[Tensor]:
         """Views of the gradients of a unit's weights where the ring has them now."""
@@ -126,7 +112,6 @@ class RingMemory(Memory):
                     self._ring.home_gradients(item).zero_()
             found = zip(self._names[unit.item], self._gradients(unit), strict=True)
             home |= {name: gradient for name, gradient in found if weights[name].parameter.requires_grad}
-        self._given = {name: gradient.data_ptr() for name, gradient in home.items()}
         return {**super().complete(weights), **home}
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:

@@ -223,7 +223,7 @@ class Memory:
         return False
 
     def gradient_goes(self, name: str) -> bool:
-        """True if a step that finds a gradient cleared leaves its memory to whoever still refers to it."""
+        """True if a step that finds a gradient cleared gives its memory up, where it has stayed until then."""
         return False
 
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
@@ -406,7 +406,7 @@ class ShardedWeights:
             held.refuse_unfrozen()
         learns = torch.is_grad_enabled()
         for held in self.held.values():
-            if learns:
+            if learns or held.gradient_goes:
                 held.protect_gradient()
             if not held.adds_in_place:
                 held.set_aside()

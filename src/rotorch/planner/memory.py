@@ -357,16 +357,20 @@ class _Passes:
                 each = [self._gradients_of_experts(number, kept=left) for number in layers]
                 moments += [{"gradients": early, "activations": a, "temporaries": b} for a, b in each]
                 if not early:
+                    # In the last layer's backward: the only one's of a step, or the first one's of several in flight.
+                    among = max(self.in_flight)
                     late = gradients - self._last_to_come(rank, of_layers=gradients - rank.around)
-                    each = [self._gradients_of_experts(number, kept=first) for number in layers]
-                    each.append((first, temporaries))
+                    left, late = (first, late) if among == 1 else (kept * (1 - 1 / among), gradients)
+                    each = [self._gradients_of_experts(number, kept=left) for number in layers]
+                    each.append((left, temporaries))
                     moments += [{"gradients": late, "activations": a, "temporaries": b} for a, b in each]
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
 
     def _last_to_come(self, rank: FixedMemory, *, of_layers: float) -> float:
         """The gradients that are not there yet in the first layer's backward: its own, and those of what is before."""
-        own = of_layers / max(1, self.model.num_layers)
+        num_layers = sum(len(self.parts[stage]) for stage in rank.stages) or self.model.num_layers
+        own = of_layers / max(1, num_layers)
         if self.stages is not None and 0 not in rank.stages:
             return own
         tables = (weight for unit in self.model.before if not unit.logits for weight in trained_weights(unit))

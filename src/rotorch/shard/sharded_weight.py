@@ -190,9 +190,9 @@ class ShardedWeight:
         earlier: a copy of the gradient of earlier steps, which the user had not cleared. It is added to the step's own,
             or put back if the step breaks off.
         owns_storage: True if `local` alone lies in its storage.
-        gradient_stays: True if gradients lie in the same memory in every step, so that the DTensor over one is kept.
+        gradient_stays: True if a gradient lies in the same memory in every step, so that the DTensor over it is kept.
         adds_in_place: True if a step adds to an earlier gradient in place, which is then not set aside.
-        gradient_goes: True if a step that finds it cleared leaves its memory to whoever still refers to it.
+        gradient_goes: True if it does so only until a step finds it cleared, which then gives its memory up.
         mesh: of all ranks of the model; None until the model is complete.
         is_summed: says whether its gradient is that of all ranks, and not of this replica alone (`hold/put_off.py`).
         meet_for_state: called by all ranks of the model before each keeps its part of an optimizer's whole state.
@@ -301,12 +301,12 @@ class ShardedWeight:
         if self._attached is None:
             return
         gradient = self._attached[1]
-        if self.is_attached(self.parameter.grad):
-            keep = not self.parameter.requires_grad
-        else:
-            keep = sys.getrefcount(gradient) > _OWN_REFERENCES
+        attached = self.is_attached(self.parameter.grad)
+        keep = not self.parameter.requires_grad if attached else sys.getrefcount(gradient) > _OWN_REFERENCES
         if keep:
             gradient._local_tensor = gradient._local_tensor.clone()
+            self._attached = None
+        elif not attached and self.gradient_goes:
             self._attached = None
 
     def set_aside(self) -> bool:
@@ -321,9 +321,7 @@ class ShardedWeight:
             gradient.add_(self.earlier)
             self.earlier = None
         if not self.gradient_stays:
-            there = self.local_grad if self.adds_in_place else None
-            if there is None or there.data_ptr() != gradient.data_ptr():
-                self.parameter.grad = dtensor_like(self.parameter, gradient)
+            self.parameter.grad = dtensor_like(self.parameter, gradient)
             return
         if self._attached is None or self._attached[0] != gradient.data_ptr():
             self._attached = gradient.data_ptr(), dtensor_like(self.parameter, gradient)
@@ -369,9 +367,11 @@ class EarlierGradient:
     def __init__(self, held: ShardedWeight) -> None:
         gradient = held.local_grad
         assert gradient is not None, "made for a weight that has a gradient"
-        self._held, self._values = held, gradient if held.gradient_goes else gradient.clone()
-        # Referred to once: one more reference would look like the user's (`protect_gradient`).
-        self._gradient = None if held.is_attached(held.parameter.grad) else held.parameter.grad
+        self._held, self._values = held, gradient.clone()
+        # Referred to once: one more reference would look like the user's (`protect_gradient`), or keep its memory.
+        self._gradient = held.parameter.grad
+        if held.gradient_goes or held.is_attached(self._gradient):
+            self._gradient = None
         held.parameter.grad = None
 
     @torch.no_grad()

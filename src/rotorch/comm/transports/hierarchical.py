@@ -286,7 +286,7 @@ class HierarchicalRing(Ring):
                 )
         with self._fence:  # reads of the gradient come after that of the turn which announced it
             pass
-        return GradientBuffer(flat, fresh)
+        return GradientBuffer(flat, fresh, stays=True)
 
     def _turns(self, item: int, visit: Visit) -> tuple[np.ndarray, int, int]:
         """The numbers that count additions to a slice's gradient, the entry of this one, and its first value."""

@@ -223,10 +223,10 @@ class HoppingRing(MessageRing):
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
         n, number = self.size, visit.number
         if n == 1:
-            return GradientBuffer(self._home_gradients[item], self.fresh[item], self.gradients_stay)
+            return GradientBuffer(self._home_gradients[item], self.fresh[item], stays=self.gradients_stay)
         travelling = self._gradient_slot[: self.numels[item][visit.index]]
         if number == 0:
-            return GradientBuffer(travelling, True)
+            return GradientBuffer(travelling, True, stays=True)
         if self._gradient_hop is not None:
             if not wait:  # a hop makes progress only in its `wait`, which copies chunks
                 return None
@@ -234,13 +234,13 @@ class HoppingRing(MessageRing):
                 self._gradient_hop.wait()
             self._gradient_hop = None
         if number < n - 1:
-            return GradientBuffer(travelling, False)
+            return GradientBuffer(travelling, False, stays=True)
         home = self._home_gradients[item]
         if self.fresh[item]:  # own slice: the sum of all others has arrived
             home.copy_(travelling)
         else:
             home.add_(travelling)
-        return GradientBuffer(home, False, self.gradients_stay)
+        return GradientBuffer(home, False, stays=self.gradients_stay)
 
     def pass_on(self, item: int, visit: Visit) -> None:
         n, r = self.size, self.position

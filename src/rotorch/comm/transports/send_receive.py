@@ -201,7 +201,7 @@ class SendReceiveRing(MessageRing):
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
         if visit.number == self.size - 1:  # own slice: see [Note: added when it arrives]
-            return GradientBuffer(self._home_gradients[item], self.fresh[item], self.gradients_stay)
+            return GradientBuffer(self._home_gradients[item], self.fresh[item], stays=self.gradients_stay)
         return self._travelling(item, visit, self.numels[item][visit.index], wait=wait)
 
     def _travelling(self, item: int, visit: Visit, numel: int, *, wait: bool) -> GradientBuffer | None:
@@ -213,13 +213,13 @@ class SendReceiveRing(MessageRing):
             if not wait and not self._is_free(slot):
                 return None
             self._release(slot)
-            return GradientBuffer(travelling, True)
+            return GradientBuffer(travelling, True, stays=True)
         hop = self._hops[other]  # sent the last slice's gradient from the other slot, receives into this one
         if hop is not None:
             if not wait and not hop.has_received():
                 return None
             self._await_gradient(hop, item, visit.index)
-        return GradientBuffer(travelling, False)
+        return GradientBuffer(travelling, False, stays=True)
 
     def pass_on(self, item: int, visit: Visit) -> None:
         n, number = self.size, visit.number

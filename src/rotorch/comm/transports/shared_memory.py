@@ -199,10 +199,10 @@ class SharedMemoryRing(Ring):
             self._wait(turns, item, visit)
         # The pass goes on, and `finish` raises: a unit in the middle of backward could not be left cleanly.
         if self._discards_adds:
-            return GradientBuffer(self._discarded_gradient(self.numels[item][visit.index]), True)
+            return GradientBuffer(self._discarded_gradient(self.numels[item][visit.index]), True, stays=True)
         with self._fence:  # reads of the gradient come after that of the turn which announced it
             pass
-        return GradientBuffer(self._gradients[visit.index][item], visit.fresh)
+        return GradientBuffer(self._gradients[visit.index][item], visit.fresh, stays=True)
 
     def is_home(self, item: int) -> bool:
         if self._turns[self.position][item] < self._base + self._begun[item] * self.size:

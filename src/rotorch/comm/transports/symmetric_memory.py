@@ -303,10 +303,10 @@ class SymmetricMemoryRing(Ring):
         if self.stays(item, visit):
             if item in self._home_summed:
                 compute.after(self._home_summed.pop(item))
-            return GradientBuffer(self._home_gradients[item], self.fresh[item], self.gradients_stay)
+            return GradientBuffer(self._home_gradients[item], self.fresh[item], stays=self.gradients_stay)
         part = self._num_parts % 2  # the other one may still be under way to the next rank
         compute.after(self._part_free[part])
-        return GradientBuffer(self._parts[part][: self._groups[item].numels[visit.index]], True)
+        return GradientBuffer(self._parts[part][: self._groups[item].numels[visit.index]], True, stays=True)
 
     def behind_gradients(self) -> AbstractContextManager[Any]:
         return self._memory.hops.running()
@@ -321,8 +321,9 @@ class SymmetricMemoryRing(Ring):
         hops, numel = self._memory.hops, groups.numels[visit.index]
         to, source = ((self.position + distance) % self.size for distance in (-groups.per_visit, groups.per_visit))
         part = self._num_parts % 2
-        home = self._home_gradients[item] if here else None  # its memory, too, must have come before the mark
-        buffer = home if stays and home is not None else self._parts[part][:numel]
+        if here:
+            self._home_gradients.come(item)  # before the mark below, so behind all that its memory was used for
+        buffer = self._home_gradients[item] if stays else self._parts[part][:numel]
         came, free = self._channels()
         # The part is added to and sent only once compute has made it.
         hops.after(self._memory.compute.mark())
@@ -337,17 +338,18 @@ class SymmetricMemoryRing(Ring):
                 hops.wait_signal(to, channel=free)
                 hops.copy([self._inboxes[to][:numel]], [buffer])
                 hops.signal(to, channel=came)
-        elif home is not None and not stays:
-            self._share_out(item, buffer, home=home)
+        elif not stays:
+            self._share_out(item, buffer)
         if stays:
             self._home_summed[item] = hops.mark()
         else:
             self._part_free[part] = hops.mark()
             self._num_parts += 1
 
-    def _share_out(self, item: int, gradient: Tensor, *, home: Tensor) -> None:
+    def _share_out(self, item: int, gradient: Tensor) -> None:
         """Gives every neighbour its part of the own group's gradient (see [Note: the way home of groups])."""
         groups, numels, hops = self._groups[item], self.numels[item], self._memory.hops
+        home = self._home_gradients[item]
         came, free = self._channels()
         own = [chunk for chunk in groups.chunks[self.position] if chunk.numel]
         if own:
