@@ -194,7 +194,7 @@ class Ring(ABC):
         return None
 
     def home_gradients(self, item: int) -> Tensor:
-        """The gradient of this rank's own slice, flat; complete after `finish`. Asked for from the first backward on."""
+        """The gradient of this rank's own slice, flat; complete after `finish`. There from a backward on."""
         return self._home_gradients[item]
 
     def is_home(self, item: int) -> bool:
