@@ -176,12 +176,26 @@ BOUND = 0.0138
 """Of the largest error that the planner aims at."""
 
 
+SMALL = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
+
+
 @cache
 def planned_once(tokens, vocab):
     """A small model, and a planner's task of it, whose trace fits any number of rows."""
-    small = {"vocab_size": vocab, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4}
+    small = SMALL | {"vocab_size": vocab}
     config = config_from_dict(json.loads(Path("configs/tiny/llama.json").read_text()) | small, source="")
     return config, planned(config, rows=2, tokens=tokens)
+
+
+def peaks_under(layout, *, rows, tokens, vocab):
+    """Peak of a real step on two ranks, the least of several, and the one that is predicted."""
+    config, asked = planned_once(tokens, vocab)
+    task = BenchTask(
+        name="tiny", model=config.to_dict(), vocabulary=vocab, num_ranks=2, micro_batch=rows, sequence_length=tokens
+    )
+    asked = replace(asked, batch=Batch(2 * rows, tokens))
+    predicted = judged(asked, layout, rows=rows, accumulation=1).memory.total_bytes
+    return min(run_ranks(peak_of, task, layout, 4, num_ranks=2)), predicted
 
 
 @pytest.mark.parametrize(
@@ -204,16 +218,9 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
 
     The least of several steps: gloo's copies of messages are seen at times, and die whenever its threads end.
     """
-    config, asked = planned_once(tokens, vocab)
-    task = BenchTask(
-        name="tiny", model=config.to_dict(), vocabulary=vocab, num_ranks=2, micro_batch=rows, sequence_length=tokens
-    )
-    layout = f"fsdp=2[recompute={recompute}]"
-    measured = min(run_ranks(peak_of, task, layout, 4, num_ranks=2))
-    asked = replace(asked, batch=Batch(2 * rows, tokens))
-    predicted = judged(asked, layout, rows=rows, accumulation=1).memory.total_bytes
+    measured, predicted = peaks_under(f"fsdp=2[recompute={recompute}]", rows=rows, tokens=tokens, vocab=vocab)
     if vocab > 1024 and torch.__version__ < "2.15":  # of the message that counts there gloo has one more copy
-        measured -= vocab * config.hidden_size * 4
+        measured -= vocab * SMALL["hidden_size"] * 4
     assert predicted == pytest.approx(measured, rel=BOUND)
 
 
@@ -232,14 +239,8 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
 )
 def test_predicted_peaks_of_slices_in_messages_are_those_of_a_real_step(rows, tokens, vocab, options):
     """Gradients come with backward; batches have the peak at its beginning, in the first layer, and at its end."""
-    config, asked = planned_once(tokens, vocab)
-    task = BenchTask(
-        name="tiny", model=config.to_dict(), vocabulary=vocab, num_ranks=2, micro_batch=rows, sequence_length=tokens
-    )
     layout = f"rtp=2[transport=send_receive,{options}]"
-    measured = min(run_ranks(peak_of, task, layout, 3, num_ranks=2))
-    asked = replace(asked, batch=Batch(2 * rows, tokens))
-    predicted = judged(asked, layout, rows=rows, accumulation=1).memory.total_bytes
+    measured, predicted = peaks_under(layout, rows=rows, tokens=tokens, vocab=vocab)
     assert predicted == pytest.approx(measured, rel=BOUND)
 
 
