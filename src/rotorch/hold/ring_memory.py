@@ -69,18 +69,18 @@ class RingMemory(Memory):
 
     def _nothing_accumulated(self, unit: RotatingUnit, held: Sequence[ShardedWeight]) -> bool:
         """Returns True if the user has cleared a unit's gradients; if only some of them, zeroes those."""
-        there = [weight.local_grad if weight.parameter.requires_grad else None for weight in held]
-        if all(gradient is None for gradient in there):
+        gradients = [weight.local_grad if weight.parameter.requires_grad else None for weight in held]
+        if all(there is None for there in gradients):
             return True
         if not torch.is_grad_enabled():  # an evaluation adds nothing
             return False
-        for buffer, gradient in zip(self._gradients(unit), there, strict=True):
+        for buffer, there in zip(self._gradients(unit), gradients, strict=True):
             # The ring adds to all weights of a unit or overwrites all: one flag per item.
-            if gradient is None:
+            if there is None:
                 buffer.zero_()
-            elif gradient.data_ptr() != buffer.data_ptr():
+            elif there.data_ptr() != buffer.data_ptr():
                 # The user has put a gradient of their own there: the step adds to it, in the ring's memory.
-                buffer.copy_(gradient)
+                buffer.copy_(there)
         return False
 
     def _gradients(self, unit: RotatingUnit) -> list[Tensor]:
