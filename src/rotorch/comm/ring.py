@@ -217,10 +217,6 @@ class Ring(ABC):
         """True if home gradients lie in the same memory in every step; else in new memory after `start` was `fresh`."""
         return self._home_gradients.stays
 
-    def give_up_gradients(self, items: Iterable[int]) -> None:
-        """Leaves the memory of some gradients to those who refer to it, if it does not stay: later ones get new one."""
-        self._home_gradients.give_up(items)
-
     def start(self, *, fresh: Sequence[bool]) -> None:
         """Begins a step.
 
@@ -228,7 +224,7 @@ class Ring(ABC):
         here.
         """
         self.fresh, self._visited = list(fresh), 0
-        self.give_up_gradients(item for item, cleared in enumerate(fresh) if cleared)
+        self._home_gradients.give_up(item for item, cleared in enumerate(fresh) if cleared)
         # Left over from a step that broke off, whose gradients are not used.
         self._deferred = []
         self._begun, self._came_home = [0] * len(self.numels), [0] * len(self.numels)

@@ -359,8 +359,9 @@ class _Passes:
                 if not early:
                     # In the last layer's backward: the only one's of a step, or the first one's of several in flight.
                     among = max(self.in_flight)
-                    late = gradients - self._last_to_come(rank, of_layers=gradients - rank.around)
-                    left, late = (first, late) if among == 1 else (kept * (1 - 1 / among), gradients)
+                    left, late = kept * (1 - 1 / among), gradients
+                    if among == 1:
+                        left, late = first, gradients - self._last_to_come(rank, of_layers=gradients - rank.around)
                     each = [self._gradients_of_experts(number, kept=left) for number in layers]
                     each.append((left, temporaries))
                     moments += [{"gradients": late, "activations": a, "temporaries": b} for a, b in each]
