@@ -69,7 +69,7 @@ def test_the_record_keeps_what_the_page_says():
     record = json.loads(rtp.OUT.read_text())
     of_gpt2 = [row for row in record["peaks"] if row["parallel"].startswith("rtp") and row["model"].startswith("GPT")]
     assert min(row["of_ideal"] for row in of_gpt2) > 0.99
-    assert min(row["of_ideal"] for row in record["shares"] if row["again"] == "blocks") > 0.89
-    assert record["capacity"][-1]["times_one_process"] > 0.95 * rtp.RANKS
+    assert min(row["of_ideal"] for row in record["shares"]) >= 0.97
+    assert record["capacity"][-1]["times_one_process"] >= rtp.RANKS
     for row in record["capacity"]:
         assert row["peak_bytes"] <= row["limit_bytes"] < row["peak_bytes_one_layer_more"]
