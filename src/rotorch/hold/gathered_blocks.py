@@ -26,7 +26,7 @@ from rotorch.core.grid import shard_of
 from rotorch.core.grid_memory import messages_of
 from rotorch.core.spec import Range
 from rotorch.hold.sharded_weights import Memory, ShardPlacement, dtype_of_leaf, make_leaf
-from rotorch.shard.sharded_weight import ShardedWeight
+from rotorch.shard.sharded_weight import ShardedWeight, update_leaves
 from rotorch.shard.storages import allocate, free
 
 
@@ -134,11 +134,10 @@ class GatheredBlocks(Memory):
             self._scatters = self._messages({name: self._axis_groups[name] for name in trained}, dtypes=dtypes)
         if torch.is_grad_enabled():  # freed now: last step's gradients would lie beside this step's whole blocks
             self._sums = []
-        for name, leaf in self._leaves.items():
+        for leaf in self._leaves.values():
             if leaf.shape:
                 allocate(leaf)
-            else:
-                weights[name].update_leaf()
+        update_leaves(weights[name] for name, leaf in self._leaves.items() if not leaf.shape)
         for message in self._gathers:
             self._gather(message, weights)
 

@@ -32,7 +32,7 @@ from torch.autograd.graph import increment_version
 
 from rotorch.comm.axis_group import AxisGroup, Wait
 from rotorch.hold.sharded_weights import Memory, ShardPlacement, dtype_of_leaf, make_leaf
-from rotorch.shard.sharded_weight import ShardedWeight
+from rotorch.shard.sharded_weight import ShardedWeight, update_leaves
 from rotorch.shard.storages import allocate, free
 
 
@@ -131,8 +131,7 @@ class GatheredStages(Memory):
 
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         super().start(weights)
-        for name in self._stay:
-            weights[name].update_leaf()
+        update_leaves(weights[name] for name in self._stay)
 
     # ---------------------------------------------------------------- whole weights
 

@@ -22,12 +22,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from rotorch._torch_private import as_parameter
+from rotorch._torch_private import as_parameter, copy_each
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Cut, Range, Unit, UnitKind, Weight
 from rotorch.shard.in_chunks import fill_part
-from rotorch.shard.sharded_weight import Chunk, ShardedWeight, cut_chunks, dtensor_at_rest, is_cut_evenly
+from rotorch.shard.sharded_weight import (
+    Chunk,
+    ShardedWeight,
+    cut_chunks,
+    dtensor_at_rest,
+    is_cut_evenly,
+    update_leaves,
+)
 from rotorch.shard.sites import Site
 
 
@@ -411,8 +418,8 @@ class ShardedWeights:
             if not held.adds_in_place:
                 held.set_aside()
         self.memory.start(self.held)
-        for held in self.held.values() if not self.memory.fills_leaves else ():
-            held.update_leaf()
+        if not self.memory.fills_leaves:
+            update_leaves(self.held.values())
 
     def reduce(self, names: Iterable[str] | None = None, *, mesh: DeviceMesh | None = None) -> None:
         """Sums the passes' gradients over an axis, one message per dtype. All ranks of the axis.
@@ -460,9 +467,13 @@ class ShardedWeights:
             if anew or key not in self._sums:  # kept, so that gradients stay in one place from step to step
                 self._sums[key] = torch.empty(sum(numels), dtype=dtype, device=alike[0].local.device)
             flat = self._sums[key]
-            for held, flat_part in zip(alike, flat.split(numels), strict=True):
-                part, gradient = flat_part.view_as(held.local), self.memory.gradient(held)
-                part.zero_() if gradient is None else part.copy_(gradient)
+            parts = [part.view_as(held.local) for held, part in zip(alike, flat.split(numels), strict=True)]
+            gradients = [self.memory.gradient(held) for held in alike]
+            there = [(part, each) for part, each in zip(parts, gradients, strict=True) if each is not None]
+            copy_each([part for part, _ in there], [each for _, each in there])
+            for held, part, gradient in zip(alike, parts, gradients, strict=True):
+                if gradient is None:
+                    part.zero_()
                 # The gradient itself lies there, so a sum needs no copy back.
                 self.memory.put_gradient(held, part)
                 held.gradient_stays = True

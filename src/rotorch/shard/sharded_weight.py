@@ -7,7 +7,7 @@ loading (through the chunks), verification (both).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from rotorch._torch_private import wrapper_tensor
+from rotorch._torch_private import copy_each, wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
 from rotorch.shard.in_chunks import Box, CutInName, PartOfState, SavedInChunks, fill_part, own_copy
@@ -259,11 +259,6 @@ class ShardedWeight:
         """The copy of the shard that passes compute with, if there is one."""
         return [self.leaf] if self.leaf is not None and self.leaf_is_copy else []
 
-    def update_leaf(self) -> None:
-        """Writes the shard's values into the leaf, if that is a copy in another dtype."""
-        if self.leaf is not None and self.leaf.dtype != self.local.dtype:
-            self.leaf.data.copy_(self.local)  # .data: graphs of an earlier call may still refer to the same values
-
     def unshard(self) -> None:
         """Puts the tensor of a pass into the module."""
         for site in self.sites:
@@ -355,6 +350,13 @@ class ShardedWeight:
 
     def _own_tensors(self) -> list[Tensor]:
         return [self.local, *self.copies] if self.owns_storage else self.copies
+
+
+def update_leaves(weights: Iterable[ShardedWeight]) -> None:
+    """Writes the values of shards into those of their leaves that are copies in another dtype."""
+    # .data: graphs of an earlier call may still refer to the same values.
+    copies = [(w.leaf.data, w.local) for w in weights if w.leaf is not None and w.leaf.dtype != w.local.dtype]
+    copy_each([leaf for leaf, _ in copies], [values for _, values in copies])
 
 
 class EarlierGradient:

@@ -60,6 +60,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rotorch._torch_private import copy_each
 from rotorch.comm.home_gradients import ComingGradients
 from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
 from rotorch.comm.transports.groups import FlatChunk, Groups
@@ -215,8 +216,7 @@ class SymmetricMemoryRing(Ring):
         memory.compute.after(hops)
         memory.compute.after(memory.fetches.mark())
         if self._converts:
-            for own, home in zip(self._own, self._home_weights, strict=True):
-                own.copy_(home)
+            copy_each(self._own, self._home_weights)
         if self.size > 1:
             memory.clear(self._channels())  # see [Note: abandoned steps]
             memory.barrier()  # every rank's weights are as its optimizer left them
