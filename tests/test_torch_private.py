@@ -54,7 +54,7 @@ from rotorch._torch_private import (
     lost_gpu_by_fork,
     put_hooks_after_accumulation,
     put_hooks_of_gradient,
-    saved_tensors_are_hooked,
+    saved_tensor_hooks,
     set_group_timeout,
     storage_key,
     sums_are_complete,
@@ -239,10 +239,11 @@ def test_a_thread_knows_whether_it_runs_a_backward_pass():
 
 
 def test_it_is_known_whether_saved_tensors_are_hooked():
-    assert not saved_tensors_are_hooked()
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        assert saved_tensors_are_hooked()
-    assert not saved_tensors_are_hooked()
+    assert saved_tensor_hooks() is None
+    hooks = torch.relu, torch.sigmoid
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        assert saved_tensor_hooks() == hooks
+    assert saved_tensor_hooks() is None
 
 
 def test_the_first_step_of_an_optimizer_has_nothing_left_to_import():

@@ -107,7 +107,7 @@ __all__ = [
     "lost_gpu_by_fork",
     "put_hooks_after_accumulation",
     "put_hooks_of_gradient",
-    "saved_tensors_are_hooked",
+    "saved_tensor_hooks",
     "set_group_timeout",
     "storage_key",
     "sums_are_complete",
@@ -311,12 +311,12 @@ def put_hooks_after_accumulation(parameter: Tensor, taken: tuple[Any, dict[int, 
     parameter._post_accumulate_grad_hooks = hooks
 
 
-def saved_tensors_are_hooked() -> bool:
-    """True if hooks (of activation checkpointing) receive the tensors that autograd saves at this moment.
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The hooks (of activation checkpointing) that receive the tensors which autograd saves at this moment, if any.
 
     Reason: hooks can be pushed by a public name, but no public name tells whether there are any.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[no-any-return]
 
 
 def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> Any:

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from rotorch.core.errors import ConfigError
 from rotorch.ops import rotate
 from rotorch.ops.rotate import SliceGradient, rotate_module
-from rotorch.ops.slice_linear import slice_linear
+from rotorch.ops.slice_linear import Layer, SliceLinears
 from rotorch.testing.ranks import run_ranks
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -128,12 +128,12 @@ def saved_of_frozen(make, recompute):
     """Number of tensors that autograd saves of a frozen unit whose inputs need no gradients, and its exact output."""
     rotating = mlp_of(make, recompute=recompute, trained=False)
     inputs = [x.detach() for x in inputs_of(0)]
-    saved = []
+    saved, linears = [], SliceLinears(rotating.unit)
 
     def layers(weights, inputs):
         x, _ = inputs
-        inside = F.silu(slice_linear(rotating.unit, 0, None, x, weights=weights))
-        return slice_linear(rotating.unit, 2, None, inside, weights=weights)
+        linears.start(weights)
+        return linears(Layer(2, None), F.silu(linears(Layer(0, None), x)))
 
     rotating.ring.start(fresh=[True])
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

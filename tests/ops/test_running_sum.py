@@ -40,7 +40,7 @@ def test_a_product_adds_to_a_sum_of_tensors_that_lie_transposed():
 
 
 def layer(total, number, x, weight):
-    """A linear layer of a slice, as `slice_linear` makes it."""
+    """A linear layer of a slice, as `ops/slice_linear.py` makes it."""
     y = total.product(number, x, weight.t())
     y = x @ weight if y is None else y
     total.note(number, y)

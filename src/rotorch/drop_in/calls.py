@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from rotorch._torch_private import (
     graph_task,
     in_backward,
-    saved_tensors_are_hooked,
+    saved_tensor_hooks,
     when_backward_ends,
     will_be_run,
 )
@@ -146,7 +146,7 @@ class PlainCalls:
 
     def refuse_reentrant(self) -> None:
         """Raises `ConfigError` for a call of the model that a backward of its own would come back through."""
-        if self._backward is None or not (in_backward() and torch.is_grad_enabled()) or saved_tensors_are_hooked():
+        if self._backward is None or not (in_backward() and torch.is_grad_enabled()) or saved_tensor_hooks():
             return  # also where a checkpoint only computes again what was saved
         raise ConfigError(
             "a torch.utils.checkpoint(..., use_reentrant=True) around the call of a parallel model is run within the "

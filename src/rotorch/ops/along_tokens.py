@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotorch._torch_private import saved_tensors_are_hooked, storage_key, tree_flatten, tree_unflatten
+from rotorch._torch_private import saved_tensor_hooks, storage_key, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut
@@ -204,7 +204,7 @@ class SequenceParallelRegion(ParallelRegion):
         # Taken once: the records belong to this call, and the module's next call makes its own.
         again, self._again = self._again, []
         # Where a checkpoint computes the layer again it gathers again, and keeps nothing of it until then.
-        return _saved_as_shards(again) if again and not saved_tensors_are_hooked() else nullcontext()
+        return _saved_as_shards(again) if again and saved_tensor_hooks() is None else nullcontext()
 
     def leave(self, x: Tensor) -> Tensor:
         """This rank's shard of the sum over ranks of `x [B, T, D]`; the gradient is gathered."""

@@ -30,3 +30,8 @@ class AutocastState:
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor.to(dtype)`; where that would do nothing, without the call, of which a layer makes several."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

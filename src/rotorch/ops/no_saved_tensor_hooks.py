@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotorch._torch_private import saved_tensors_are_hooked
+from rotorch._torch_private import saved_tensor_hooks
 
 
 def no_saved_tensor_hooks() -> AbstractContextManager[Any]:
@@ -18,7 +18,7 @@ def no_saved_tensor_hooks() -> AbstractContextManager[Any]:
     own backward and of its visits. They live as long as their function: nothing else keeps them.
     """
     # The innermost pair of hooks counts; one that does nothing hides the pairs around it.
-    return torch.autograd.graph.saved_tensors_hooks(to_save, _as_is) if saved_tensors_are_hooked() else nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(to_save, _as_is) if saved_tensor_hooks() else nullcontext()
 
 
 def to_save(tensor: Tensor) -> Tensor:

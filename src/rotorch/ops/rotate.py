@@ -60,6 +60,7 @@ class RotatingUnit:
         may_lie_whole: True if its weights would be read whole in place over shared memory.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         receiver: takes the weights' gradients during the backward of a slice.
+        present: weights of the slice that visits, during its backward.
         put: puts a slice's weights into the module, for parts of it that run again while a kept graph is differentiated
             (a user's own `torch.utils.checkpoint`).
         leaves: the inputs that the graph of a slice begins with, while its forward runs.
@@ -81,6 +82,7 @@ class RotatingUnit:
     may_lie_whole: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     receiver: SliceGradient | None = None
+    present: Sequence[Tensor] = ()
     put: Callable[[Sequence[Tensor]], None] | None = None
     leaves: Sequence[Tensor] = ()
     output_sum: OutputSum | None = None
@@ -146,7 +148,10 @@ class RotatingUnit:
 
     def leaf_of(self, x: Tensor) -> int | None:
         """Number of the input that `x` is; None if it is none."""
-        return next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
+        for number, leaf in enumerate(self.leaves):
+            if leaf is x:
+                return number
+        return None
 
     def weights(self, visit: Visit) -> list[Tensor]:
         """The visiting slice's weights as autograd leaves; the same objects for the same memory."""
@@ -208,10 +213,12 @@ class SliceGradient:
         self._unit.reached.add(number)
         if self._views is None:
             self._early.append(lambda: self.add_product(number, left_BM, right_BN))
-        elif add_product(self._views[number], left_BM.t(), right_BN, fresh=self._fresh[number]):
+            return
+        left_MB = left_BM.t()
+        if add_product(self._views[number], left_MB, right_BN, fresh=self._fresh[number]):
             self._fresh[number] = False
         else:
-            self.add(number, left_BM.t() @ right_BN)
+            self.add(number, torch.mm(left_MB, right_BN))
 
     def add_rows(self, number: int, ids_B: Tensor, grad_BD: Tensor, *, rows: Range) -> None:
         """Adds the gradients of looked-up ids to that of an embedding's weight, of which the slice has `rows`."""
@@ -333,12 +340,13 @@ class _RotateModule(torch.autograd.Function):
             # Popped: this slice's graph is freed as soon as it has been differentiated.
             kept: _Kept = ctx.kept.pop(visit.index)
             weights, end = kept.weights, kept.end
+            unit.present = unit.weights(visit)
             if end is None:
-                weights, unit.leaves = unit.weights(visit), leaves
+                weights, unit.leaves = unit.present, leaves
                 with torch.enable_grad(), ctx.autocast.again(), _again(kept.random), kept.same_attention():
                     end = get_gradient_edge(ctx.run(weights, leaves))
             elif unit.put is not None:
-                unit.put(unit.weights(visit))
+                unit.put(unit.present)
             # Tensors saved inside the slot are found here while autograd runs this slice's graph.
             ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)
@@ -360,7 +368,7 @@ class _RotateModule(torch.autograd.Function):
             unit.receiver.pass_on()
         # The graph may live on with the loss that was computed from it; its inputs need not.
         unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.norm_recipes = None
-        found, unit.leaves, unit.input_sums = unit.input_sums, (), ()
+        found, unit.leaves, unit.input_sums, unit.present = unit.input_sums, (), (), ()
         return (None, None, None, *(None if total is None else total.value for total in found))
 
 
@@ -419,7 +427,7 @@ def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> An
     slot, start = storage_key(visit.weights), visit.weights.storage_offset()
 
     def pack(tensor: Tensor) -> Tensor | _InSlot:
-        if tensor.device.type == "meta" or storage_key(tensor) != slot:
+        if tensor.is_meta or storage_key(tensor) != slot:
             return to_save(tensor)
         return _InSlot(tensor.storage_offset() - start, tensor.size(), tensor.stride())
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotorch.core.spec import Range
+from rotorch.ops.autocast_state import as_dtype
 from rotorch.ops.ids_in_slice import add_rows, without_padding
 from rotorch.ops.rotate import RotatingUnit
 
@@ -96,12 +97,12 @@ class _LinearSideBySide(torch.autograd.Function):
             d_bias = grad_BO.sum(0)
         if unit.trained:
             # The first slice's part before the product for the input: its owner's neighbour is waiting for it.
-            factors = grad_BO, _as(x_BI, grad.dtype)
+            factors = grad_BO, as_dtype(x_BI, grad.dtype)
             turns = OrderedAdds(unit, _product(unit, *(reversed(factors) if ctx.transposed else factors)))
         if ctx.needs_input_grad[4]:
             # Not a view of a product: where layers share an input, autograd adds to the first one's in place.
-            matrix = _as(_matrix(unit, ctx.transposed), grad.dtype)
-            dx = _as(torch.matmul(grad_BO.view(grad.shape), matrix), x.dtype)
+            matrix = as_dtype(_matrix(unit, ctx.transposed), grad.dtype)
+            dx = as_dtype(torch.matmul(grad_BO.view(grad.shape), matrix), x.dtype)
         if turns is not None:
             turns.go_on()
         if ctx.cut_bias is not None and ctx.cut_bias.trained:
@@ -149,11 +150,6 @@ def _product(unit: RotatingUnit, left_BM: Tensor, right_BN: Tensor) -> AddToSlic
             gradient.addmm_(left, right, beta=0 if fresh else 1)
 
     return add
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor.to(dtype)`; where that would do nothing, without the call, of which each layer makes three."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _part(whole: Tensor) -> AddToSlice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.random_state import own_rng
 from rotorch.ops.recompute_norm import hand_on_recipe
 from rotorch.ops.rotate import RotatingUnit, rotate_module
-from rotorch.ops.slice_linear import slice_linear
+from rotorch.ops.slice_linear import Layer, SliceLinears
 from rotorch.ops.sliced_cache import is_cache, make_room, of_slice
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.sites import Site
@@ -55,29 +56,31 @@ class VisitingSlices(ModuleSlices):
         self._buffers = WrittenBuffers(module)
         self._whole = whole
         self._whole_sites = [sites[name] for name in rotating.unit.replicated]
-        self._visiting: Sequence[Tensor] = ()
         self._cut_sites = [sites[w.name] for w in rotating.unit.weights]
         rotating.put = self._put
-        if not compiled:
-            self._take_over_linears([sites[w.name][0] for w in rotating.unit.weights])
+        self._linears = self._take_over_linears([sites[w.name][0] for w in rotating.unit.weights], compiled=compiled)
 
-    def _take_over_linears(self, sites: Sequence[Site]) -> None:
+    def _take_over_linears(self, sites: Sequence[Site], *, compiled: bool) -> SliceLinears:
         """Runs the unit's plain linear layers by `ops/slice_linear.py`."""
         numbers = {(id(site.module), site.attribute): i for i, site in enumerate(sites)}
-        for site in sites:
-            weight, bias = (numbers.get((id(site.module), name)) for name in ("weight", "bias"))
+        beside: defaultdict[tuple[str, int], list[Layer]] = defaultdict(list)
+        for number, (site, weight) in enumerate(zip(sites, self._rotating.unit.weights, strict=True)):
             # Exactly `nn.Linear`: a subclass may do more in its forward than the product.
-            if type(site.module) is not nn.Linear or weight is None or site.attribute != "weight":
+            if compiled or type(site.module) is not nn.Linear or site.attribute != "weight":
                 continue
+            layer = Layer(number, numbers.get((id(site.module), "bias")))
             # By the instance: the class's forward serves other modules too.
-            site.module.forward = partial(self._linear, site.module, weight, bias)  # type: ignore[method-assign]
+            site.module.forward = partial(self._linear, site.module, layer)  # type: ignore[method-assign]
+            if weight.cut is not None and weight.cut.dim == 0:
+                name, _, _ = weight.name.rpartition(".")
+                beside[name.rpartition(".")[0], site.module.in_features].append(layer)
+        return SliceLinears(self._rotating, (layers for layers in beside.values() if len(layers) > 1))
 
-    def _linear(self, layer: nn.Module, weight: int, bias: int | None, x: Tensor) -> Tensor:
+    def _linear(self, module: nn.Module, layer: Layer, x: Tensor) -> Tensor:
         # A hook sees the output of a slice, not a sum of several.
-        seen = bool(layer._forward_hooks)
-        output = slice_linear(self._rotating, weight, bias, x, weights=self._visiting, by_itself=seen)
+        output = self._linears(layer, x, by_itself=bool(module._forward_hooks))
         # In a trial only: a pass has no bias here that is not cut, since it is added behind the sum.
-        return output if bias is not None or layer.bias is None else output + layer.bias
+        return output if layer.bias is not None or module.bias is None else output + module.bias
 
     @property
     def index(self) -> int:
@@ -135,7 +138,7 @@ class VisitingSlices(ModuleSlices):
             make_room(leaves[i], module=self._module, name=unit.name, num_slices=self._rotating.slices.num_slices)
 
         def run_slice(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-            self._visiting = weights
+            self._linears.start(weights)
             self._put_whole(inputs[len(where) :])
             given = list(leaves)
             for i, tensor in zip(where, inputs, strict=False):
@@ -143,6 +146,7 @@ class VisitingSlices(ModuleSlices):
             for i in caches:
                 given[i] = of_slice(leaves[i], self.index)
             parts = run(weights, given) if pairs is None else [self._on_experts(pairs, run, weights, given)]
+            self._linears.stop()
             self._put_whole(whole)  # other modules may share them, and must not compute with leaves of this graph
             return packed.pack(parts)
 
@@ -183,7 +187,7 @@ class VisitingSlices(ModuleSlices):
 
     def _put(self, weights: Sequence[Tensor]) -> None:
         """Puts a slice's weights where its forward has had them."""
-        self._visiting = weights
+        self._linears.put(weights)
         for sites, weight in zip(self._cut_sites, weights, strict=True):
             for site in sites:
                 site.put(weight)
