@@ -5,8 +5,13 @@
 One rank of 8 over torch's fake process group, in the shapes of Llama-3-8B but for its vocabulary, of which layers see
 nothing. What a layer adds is the difference between two depths, in a step after the first ones. Counts need no
 arithmetic (`rotorch.testing.operations`), so neither memory nor time of the model are taken. Host time is process time
-of real steps of a tiny model of the same kind, in which products take none; rows take turns, and the median over rounds
-counts.
+of real steps of a tiny model of the same kind; rows take turns, and the median over rounds counts.
+
+[Note: host time in wider numbers]
+    A GPU's product is one call more for the host, like any other. On a CPU a small product in bfloat16 takes 17 us by
+    itself, and one in float32 takes 3 us, about as long as other calls. So host time of passes in bfloat16 with weights
+    in float32 is that of passes in float32 with weights in float64: the same calls, casts and messages. Autocast has no
+    such pair: its rows are measured as they are, and comparable among themselves.
 
     ops_per_layer                operations that are no views, allocations or messages: at least one launch each
     casts_per_layer              those of them that only change a dtype
@@ -14,7 +19,7 @@ counts.
     elementwise_bytes_per_layer  read and written by operations that are no products and no attention
     lane_calls_per_layer         copies, sums, marks, waits and signals of a symmetric ring, where a copy engine and
                                  other streams work
-    host_s_per_layer             seconds of the host
+    host_s_per_layer             seconds of the host (see [Note: host time in wider numbers])
     sync_calls_per_step          calls between the first and the last micro-batch for which the host waits for the GPU
 """
 
@@ -28,6 +33,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -87,30 +93,38 @@ class Contender:
         shapes: contents of the model's `config.json`.
         layers: depth.
         tokens: of the batch.
+        wider: weights in float64 and passes in float32, in place of float32 and bfloat16.
 
     Attributes:
         operations: counts while it is entered.
     """
 
-    def __init__(self, parallel: str, mode: str, *, shapes: dict[str, Any], layers: int, tokens: int) -> None:
+    def __init__(
+        self, parallel: str, mode: str, *, shapes: dict[str, Any], layers: int, tokens: int, wider: bool = False
+    ) -> None:
         self.operations = Operations()
         self._memory: NullPeerMemory | None = None
         config = config_from_dict({**shapes, "num_hidden_layers": layers, "use_cache": False}, source=__file__)
         ids = torch.randint(shapes["vocab_size"], (1, tokens))
         batch = {"input_ids": ids, "labels": ids}
         with rotorch.on_meta():
-            module = causal_lm(config).train()
+            module = causal_lm(config).train().to(torch.float64 if wider else torch.float32)
         self.model: Any = None
         self._module = module
         if parallel == PEER:
-            under_fsdp2(module, mode)
+            under_fsdp2(module, *((torch.float32, torch.float64) if wider else (getattr(torch, mode), torch.float32)))
             self._passes: Callable[[], Any] = lambda: causal_lm_loss(module, batch, tokens - 1).backward()
             return
         with ExitStack() as stack:
             if "symmetric_memory" in parallel:
                 stack.enter_context(mock.patch.object(rtp_apply, "make_ring", self._null_ring))
                 stack.enter_context(mock.patch.object(RTP, "on_device", lambda strategy, _: strategy))
-            self.model = rotorch.parallelize(module, parallel, device="cpu", **precision_arguments(mode))
+            arguments = precision_arguments(mode)
+            if wider:  # no user needs it, so it is refused
+                arguments = {"param_dtype": torch.float32}
+                stack.enter_context(mock.patch.object(import_module("rotorch.parallelize"), "_check_param_dtype"))
+                stack.enter_context(mock.patch.object(RTP, "at_precision", _sends))
+            self.model = rotorch.parallelize(module, parallel, device="cpu", **arguments)
         self._passes = lambda: self.model.forward_backward(batch)
 
     def forward_backward(self) -> None:
@@ -174,10 +188,17 @@ class Contender:
         return dict(waits)
 
 
-def under_fsdp2(module: nn.Module, mode: str, *, apart: Sequence[nn.Module] = ()) -> None:
+def _sends(strategy: RTP, dtype: str | None) -> RTP:
+    """The strategy with slices that travel in a pass's dtype, whichever that is."""
+    return strategy.model_copy(update={"compute": dtype})
+
+
+def under_fsdp2(
+    module: nn.Module, param_dtype: torch.dtype, reduce_dtype: torch.dtype, *, apart: Sequence[nn.Module] = ()
+) -> None:
     """Torch's `fully_shard` around every block, `apart` and the root, as its documentation has it. In place."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, mode), reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     for part in (*repeated_blocks(module), *apart):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -217,7 +238,10 @@ def time_rows(rows: tuple[tuple[str, str], ...], *, rounds: int) -> dict[tuple[s
             if group:
                 made.enter_context(in_group_of(group[0][0]))
             for row in group:
-                contenders[row] = [Contender(*row, shapes=TINY, layers=layers, tokens=8) for layers in DEPTHS]
+                wider = not row[1].startswith("autocast")
+                contenders[row] = [
+                    Contender(*row, shapes=TINY, layers=layers, tokens=8, wider=wider) for layers in DEPTHS
+                ]
             made.close() if group is alone else None
         for contender in (each for pair in contenders.values() for each in pair):
             contender.fill()
