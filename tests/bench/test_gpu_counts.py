@@ -61,17 +61,18 @@ def test_a_record_has_every_row_with_every_count(record):
 
 
 def test_the_committed_record_is_within_what_was_asked():
-    """Over symmetric memory with `visits=4` by every count; the default between GPUs in operations and bytes."""
+    """Over symmetric memory, in as many visits as by default between GPUs, and in half as many."""
     record = json.loads((ROOT / "benchmarks/results/gpu/counts.json").read_text())
     rows = {row["parallel"]: row for row in record["rows"] if row["mode"] == "bfloat16"}
-    fewer, default = (rows[f"rtp=8[transport=symmetric_memory,visits={g}]"] for g in (4, 8))
 
     def of(name, row, beside):
         return row[f"{name}_per_layer"] / rows[beside][f"{name}_per_layer"]
 
-    for row in (fewer, default):
+    def moved(row):
+        return row["casts_per_layer"] + row["copies_per_layer"]
+
+    for row in (rows[f"rtp=8[transport=symmetric_memory,visits={g}]"] for g in (4, 8)):
         assert of("ops", row, "single") <= 2.5
         assert of("elementwise_bytes", row, "fsdp2") <= 1.15
-    moved = [row["casts_per_layer"] + row["copies_per_layer"] for row in (fewer, rows["fsdp2"])]
-    assert moved[0] <= 1.2 * moved[1]
-    assert of("host_s", fewer, "fsdp2") <= 2.5
+        assert moved(row) <= 1.2 * moved(rows["fsdp2"])
+        assert of("host_s", row, "fsdp2") <= 2.5
