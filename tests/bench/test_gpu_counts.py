@@ -32,6 +32,7 @@ def grouped(visits):
     return f"rtp=8[transport=send_receive,visits={visits}]"
 
 
+@pytest.mark.slow
 def test_operators_of_a_layer_fall_with_its_visits(record):
     ops = {row["parallel"]: row["ops_per_layer"] for row in record["rows"] if row["mode"] == "bfloat16"}
     eight, four, two, one = (ops[grouped(visits)] for visits in (8, 4, 2, 1))
@@ -41,6 +42,7 @@ def test_operators_of_a_layer_fall_with_its_visits(record):
     assert ops["rtp=8[transport=symmetric_memory]"] > eight > four
 
 
+@pytest.mark.slow
 def test_a_record_has_every_row_with_every_count(record):
     assert {"machine", "versions", "commit", "command", "tokens", "sync_calls_per_step"} <= record.keys()
     rows = {(row["parallel"], row["mode"]): row for row in record["rows"]}

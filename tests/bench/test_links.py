@@ -242,7 +242,7 @@ def test_the_benchmark_is_skipped_with_the_reason(links, monkeypatch, tmp_path, 
 
 
 @needs_hosts
-@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("own_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_benchmark_writes_every_row_with_right_losses(links, monkeypatch, tmp_path, own_loop):
     file = tmp_path / "links.json"
     sizes = ["model.config.hidden_size=32", "model.config.intermediate_size=64", "model.config.vocab_size=64"]

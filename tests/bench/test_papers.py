@@ -37,6 +37,7 @@ def faked():
     return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", LAYOUTS)
 def test_a_rank_with_faked_neighbours_holds_what_a_real_one_does(faked, parallel, warm):
     real = run_ranks(peak_of, rtp.task_of(TINY, ranks=2, rows=2, tokens=64), parallel, num_ranks=2)[0]
@@ -45,6 +46,7 @@ def test_a_rank_with_faked_neighbours_holds_what_a_real_one_does(faked, parallel
     assert sum(n for name, n in found.items() if name != "peak_bytes") == found["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_baselines_hold_more(faked):
     whole, one_unit, blocks, out_of_place = (faked[name, rtp.RANKS]["peak_bytes"] for name in COMPARED)
     assert whole > one_unit > blocks > out_of_place

@@ -118,6 +118,7 @@ def test_peers_send_what_they_should(rows):
     assert sent["all_reduce"] > 0  # norms, and the loss's maximum and sum
 
 
+@pytest.mark.slow
 def test_in_bfloat16_a_ring_holds_no_more_than_fsdp2_by_its_own_policy(task, rows):
     """Master weights, gradients and AdamW's averages in float32; FSDP2 gathers bfloat16 and sums float32."""
     record, found = measure(
@@ -142,6 +143,7 @@ def test_gpt_models_on_four_ranks(task, accumulation):
     assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
 
 
+@pytest.mark.slow
 def test_a_plan_that_leaves_weights_out_leaves_them_whole(task, monkeypatch):
     """GPT-NeoX's says nothing of the embedding; what it names and is not cut ends the row."""
     record, rows = measure(dataclasses.replace(task, model=GPT), ["tp", "hf-tp"])
@@ -171,6 +173,7 @@ def test_torchs_pipelines_train_as_one_process(task):
     assert rows["pipeline-fsdp2"]["messages_by_kind"]["all_gather"] > 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # theirs
 def test_experts_of_transformers_are_held_once_and_clipped_with_all_else(task):
     with pytest.raises(ConfigError, match=r"no plan for experts of model_type='llama'\. Leave it out"):

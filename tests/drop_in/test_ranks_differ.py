@@ -29,11 +29,10 @@ LAYOUTS = {
 """By the number of ranks: those of one line share a group of ranks, forked once."""
 
 SLOW = (
-    "rtp=2",  # as inside of "ddp=2,rtp=2"
+    *LAYOUTS[4],  # of the same code as "atp=1x2" and "rtp=2"
     "rtp=2[recompute=slice]",
     "rtp=2[transport=send_receive,buffering=in_place]",
     "megatron=2[sequence_parallel=true]",
-    "tesseract=2x2x1",  # of the same code as "summa=2x2" and "atp=1x2"
 )
 """Those that repeat what others of the same code prove, of a group of their own."""
 

@@ -261,6 +261,7 @@ def test_texts_are_those_of_one_process(said, config, layout):
         check_texts(rank[layout], config, PROMPTS[share], share=share)
 
 
+@pytest.mark.slow
 def test_texts_of_grids_are_those_of_one_process(config):
     config = copy.deepcopy(config)
     config.vocab_size, config.num_attention_heads, config.num_key_value_heads = 92, 8, 2

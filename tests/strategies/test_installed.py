@@ -92,13 +92,13 @@ def test_the_example_names_its_strategy_as_the_test_does():
     assert f'[project.entry-points."{GROUP}"]\nddp_bf16 = "ddp_bf16.plan:DDPBF16"\n' in project
 
 
-SOME_OF_CONFORMANCE = ("tests/conformance/test_float64_parity.py", "tests/conformance/test_many_ranks.py")
+SOME_OF_CONFORMANCE = ("tests/conformance/test_float64_parity.py",)
 
 
 @pytest.mark.parametrize(
     ("places", "chosen"),
     [
-        (SOME_OF_CONFORMANCE, "parity or bytes"),
+        (SOME_OF_CONFORMANCE, "parity and gpt_neox"),
         pytest.param(("tests/conformance",), "parity or bytes or losses", marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

@@ -144,6 +144,7 @@ def test_invariants_hold(large_vocabulary, small_parts, tmp_path, layout, family
     assert [f"{name}: {found[:3]}" for name, found in problems.items() if found] == []
 
 
+@pytest.mark.slow
 def test_parts_come_where_auto_comes_to_messages(large_vocabulary, small_parts, tmp_path, monkeypatch, warm):
     """As between hosts: what is predicted follows from the transport that it has come to."""
 

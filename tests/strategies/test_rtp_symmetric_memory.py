@@ -105,7 +105,8 @@ def test_slots_take_what_the_layouts_say_and_slices_visit_in_the_precision_of_th
         assert rounded == pytest.approx(losses, rel=4 * 2.0**-8)  # four roundings of bfloat16
 
 
-@pytest.mark.parametrize("options", [pytest.param("", marks=pytest.mark.slow), ",visits=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["", ",visits=2"])
 def test_slots_are_no_larger_for_a_large_vocabulary(tiny, tmp_path, monkeypatch, options):
     """Tables come in parts, also beside slices that come together, and gradients are those of one process."""
     monkeypatch.setattr(row_parts, "LEAST_BYTES", 1)
