@@ -94,8 +94,10 @@ def test_there_are_none_where_slices_have_no_slots_of_their_own(large_vocabulary
 def test_tables_are_not_in_parts_where_that_would_spare_little(large_vocabulary, tiny, monkeypatch):
     assert not parts_of(large_vocabulary("llama"), "rtp=2")  # small parts
     monkeypatch.setattr(row_parts, "LEAST_BYTES", 1)
-    assert not parts_of(large_vocabulary("llama"), "rtp=2")  # hardly larger than a layer's slices
     assert not parts_of(tiny("llama"), "rtp=2")
+    assert parts_of(large_vocabulary("llama"), "rtp=2")
+    monkeypatch.setattr(row_parts, "LEAST_TIMES", 2)
+    assert not parts_of(large_vocabulary("llama"), "rtp=2")  # less than twice as large as a layer's slices
 
 
 def test_slots_are_as_large_as_those_of_a_layer_and_a_row(large_vocabulary, small_parts):

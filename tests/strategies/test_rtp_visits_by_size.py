@@ -96,9 +96,15 @@ def test_slices_that_replace_each_other_are_planned_as_they_visit(shaped, monkey
 
 
 @pytest.mark.parametrize(
-    "options", ["", "[transport=symmetric_memory]", "[transport=symmetric_memory,recompute=slice]"]
+    ("options", "most"),
+    [
+        ("", 0.36e9),
+        ("[transport=symmetric_memory]", 0.36e9),
+        ("[transport=symmetric_memory,recompute=slice]", 0.36e9),
+        ("[transport=symmetric_memory,visits=4]", 0.71e9),  # a slice of the head is 1.5 times as large as a visit
+    ],
 )
-def test_slots_of_a_large_model_between_gpus_by_default(options):
+def test_slots_of_a_large_model_between_gpus(options, most):
     """Llama-3-8B on 8 ranks, passes in bfloat16, gradients in float32: no more than slices of its MLP need."""
     shapes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
     shapes |= {"vocab_size": 128256, "num_hidden_layers": 1, "tie_word_embeddings": False}
@@ -107,7 +113,7 @@ def test_slots_of_a_large_model_between_gpus_by_default(options):
     (strategy,) = parse_parallel(f"rtp=8{options}")
     strategy = strategy.at_precision("bfloat16").on_device("cuda")
     slots = combine_layouts(map(strategy.layout, strategy.units_of(spec).units)).slots_bytes
-    assert 0.2e9 < slots <= 0.4e9
+    assert most - 0.1e9 < slots <= most
 
 
 @pytest.mark.parametrize("recompute", ["head", pytest.param("slice", marks=pytest.mark.slow)])

@@ -5,7 +5,7 @@ most of a slot empty: an attention's slices are a quarter of an MLP's. So the la
 visits as were asked for, and smaller ones in as few as fit into the same slots: fewer and larger products, and weights
 take no more memory. Tables and heads are the other way round: their slices are larger than a layer's, and no product is
 the faster for it. They come one by one where two slices do not fit into a slot, and in parts (core/row_parts.py) where
-one is twice as large as it; a slice between these sizes makes slots as large as itself.
+one is larger than it by a quarter; a slice between these sizes makes slots as large as itself.
 
 What a pass makes of a unit a visit at a time is as large as a visit of it: logits, and the interiors of units that
 backward computes again. So heads never come in fewer visits than were asked for, nor do any units of layers where those

@@ -23,8 +23,8 @@ Cost (unit of P bytes, n ranks)
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
                of a few MiB at most; uneven slices need room for the largest one in every home. `ahead=2`: a third slot.
                With `visits=g` slots hold n/g slices. Over messages out of place and over symmetric memory a slice of
-               an embedding or a head that is as large as two visits of a layer, or more, comes in parts about as large
-               as one of these, of 1 MiB at least, and slots are no larger than that.
+               an embedding or a head that is larger than a visit of a layer, by a quarter or more, comes in parts about
+               as large as one, of 1 MiB at least, and slots are no larger than that.
                Under `auto` on CPU, which may come to a transport without parts, plans count whole slices.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
