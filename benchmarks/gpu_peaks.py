@@ -103,7 +103,9 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def measured(parallel: str, recompute: str, *, shapes: dict[str, Any], layers: int, tokens: int) -> dict[str, Any]:
+def measured(
+    parallel: str, recompute: str = "none", *, shapes: dict[str, Any], layers: int, tokens: int
+) -> dict[str, Any]:
     """Peak of one row, and what it is made of at that moment."""
     with in_group_of(parallel):
         if parallel.startswith("fsdp2"):
