@@ -92,21 +92,11 @@ def test_the_example_names_its_strategy_as_the_test_does():
     assert f'[project.entry-points."{GROUP}"]\nddp_bf16 = "ddp_bf16.plan:DDPBF16"\n' in project
 
 
-SOME_OF_CONFORMANCE = ("tests/conformance/test_float64_parity.py",)
-
-
-@pytest.mark.parametrize(
-    ("places", "chosen"),
-    [
-        (SOME_OF_CONFORMANCE, "parity and gpt_neox"),
-        pytest.param(("tests/conformance",), "parity or bytes or losses", marks=pytest.mark.slow),
-    ],
-    ids=["some", "all"],
-)
-def test_conformance_finds_the_example_by_itself_and_holds_it(python, places, chosen):
+@pytest.mark.slow
+def test_conformance_finds_the_example_by_itself_and_holds_it(python):
     options = ["-v", "-n0", "-p", "no:cacheprovider", "-m", "not slow"]
-    cells = ("-k", f"ddp_bf16 and (rounded or (qwen3 or gpt_neox) and ({chosen}))")
-    done = python("-m", "pytest", *options, *places, "examples/strategy", *cells)
+    cells = ("-k", "ddp_bf16 and (rounded or (qwen3 or gpt_neox) and (parity or bytes or losses))")
+    done = python("-m", "pytest", *options, "tests/conformance", "examples/strategy", *cells)
     passed = [word for word in done.stdout.splitlines()[-1:] if " passed" in word and "failed" not in word]
     assert done.returncode == 0 and passed, done.stdout
     assert "test_ddp_bf16.py::test_rounded_sums_keep_all_else PASSED" in done.stdout
