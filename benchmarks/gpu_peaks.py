@@ -131,12 +131,12 @@ def measured(
     }
 
 
-def in_a_process(parallel: str, recompute: str, *, tiny: bool, layers: int, tokens: int) -> dict[str, Any]:
-    """The same, where nothing was computed before."""
-    command = [sys.executable, __file__, "--row", parallel, recompute, "--layers", str(layers), "--tokens", str(tokens)]
+def in_a_process(program: str, *row: str, tiny: bool, layers: int, tokens: int) -> dict[str, Any]:
+    """A row that a program prints as its last line, measured where nothing was computed before."""
+    command = [sys.executable, program, "--row", *row, "--layers", str(layers), "--tokens", str(tokens)]
     done = subprocess.run([*command, *["--tiny"] * tiny], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{parallel} {recompute}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+        raise SystemExit(f"{' '.join(row)}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         for parallel, recompute in ROWS:
             if options.only not in f"{parallel} {recompute}":
                 continue
-            row = in_a_process(parallel, recompute, tiny=options.tiny, layers=options.layers, tokens=tokens)
+            row = in_a_process(__file__, parallel, recompute, tiny=options.tiny, layers=options.layers, tokens=tokens)
             rows.append(row)
             print(f"{parallel + '  ' + recompute:62} {tokens:6} {row['peak_bytes'] / 1e9:7.3f}", flush=True)
     for row in rows:  # once both peers are known

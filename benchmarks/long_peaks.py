@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -24,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from gpu_counts import NUM_RANKS, TINY  # noqa: E402
-from gpu_peaks import MODE, measured  # noqa: E402
+from gpu_peaks import MODE, in_a_process, measured  # noqa: E402
 
 import rotorch  # noqa: E402
 from rotorch.bench.record import describe_origin  # noqa: E402
@@ -57,17 +56,6 @@ def state_bytes(shapes: dict[str, Any], *, layers: int) -> int:
     return 8 * sum(parameter.numel() for parameter in module.parameters()) // NUM_RANKS
 
 
-def in_a_process(parallel: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A row, measured where nothing was computed before."""
-    command = [sys.executable, __file__, "--row", parallel, "--layers", str(options.layers)]
-    command += ["--tokens", str(options.tokens), *["--tiny"] * options.tiny]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{parallel}: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Prints a table; writes a record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     print(f"{'peak of a rank':62} {'GB':>7}")
     for parallel in (row for row in ROWS if options.only in row):
-        rows.append(in_a_process(parallel, options))
+        rows.append(in_a_process(__file__, parallel, tiny=options.tiny, layers=options.layers, tokens=options.tokens))
         print(f"{parallel:62} {rows[-1]['peak_bytes'] / 1e9:7.2f}", flush=True)
     if options.json:
         record = {"model": {**shapes, "num_hidden_layers": options.layers}, "ranks": NUM_RANKS, "precision": MODE}
