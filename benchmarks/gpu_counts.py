@@ -10,8 +10,9 @@ of real steps of a tiny model of the same kind; rows take turns, and the median 
 [Note: host time in wider numbers]
     A GPU's product is one call more for the host, like any other. On a CPU a small product in bfloat16 takes 17 us by
     itself, and one in float32 takes 3 us, about as long as other calls. So host time of passes in bfloat16 with weights
-    in float32 is that of passes in float32 with weights in float64: the same calls, casts and messages. Autocast has no
-    such pair: its rows are measured as they are, and comparable among themselves.
+    in float32 is that of passes in float32 with weights in float64: the same calls, casts and messages. (The gradient of
+    a weight is a product and a sum in either, where CUDA has one call.) Autocast has no such pair: its rows are measured
+    as they are, and comparable among themselves. "host_wider" of a row says which it is.
 
     ops_per_layer                operations that are no views, allocations or messages: at least one launch each
     casts_per_layer              those of them that only change a dtype
@@ -238,9 +239,8 @@ def time_rows(rows: tuple[tuple[str, str], ...], *, rounds: int) -> dict[tuple[s
             if group:
                 made.enter_context(in_group_of(group[0][0]))
             for row in group:
-                wider = not row[1].startswith("autocast")
                 contenders[row] = [
-                    Contender(*row, shapes=TINY, layers=layers, tokens=8, wider=wider) for layers in DEPTHS
+                    Contender(*row, shapes=TINY, layers=layers, tokens=8, wider=is_wider(row[1])) for layers in DEPTHS
                 ]
             made.close() if group is alone else None
         for contender in (each for pair in contenders.values() for each in pair):
@@ -261,9 +261,15 @@ def time_rows(rows: tuple[tuple[str, str], ...], *, rounds: int) -> dict[tuple[s
             found[row] = {
                 "host_s_per_layer": statistics.median(each),
                 "host_s_per_layer_all": each,
+                "host_wider": is_wider(row[1]),
                 "sync_calls": waits,
             }
     return found
+
+
+def is_wider(mode: str) -> bool:
+    """True if host time of a precision is measured in wider numbers (see the module's note)."""
+    return not mode.startswith("autocast")
 
 
 @contextmanager

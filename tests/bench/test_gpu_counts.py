@@ -1,5 +1,6 @@
 """The counts that stand in for a GPU, on a tiny model: the fields of a record, and rows that differ where they must."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -26,6 +27,14 @@ def record(tmp_path_factory, warm):
             torch.set_num_threads(threads)
     assert not torch.distributed.is_initialized()
     return json.loads(out.read_text())
+
+
+@pytest.fixture
+def benchmarks(monkeypatch, warm):
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield
+    torch.set_num_threads(threads)
 
 
 def grouped(visits):
@@ -60,6 +69,19 @@ def test_a_record_has_every_row_with_every_count(record):
         assert row["ops_per_layer"] > 50 and row["elementwise_bytes_per_layer"] > 0, (parallel, mode)
         assert (row["lane_calls_per_layer"] > 0) == ("symmetric" in parallel)
         assert sum(row["sync_calls"].values()) <= record["sync_calls_per_step"] or parallel == "fsdp2"
+
+
+@pytest.mark.parametrize("parallel", ["fsdp2", "rtp=8[transport=send_receive]"])
+def test_host_time_is_measured_of_passes_in_wider_numbers(benchmarks, parallel):
+    counts, seen = importlib.import_module("gpu_counts"), set()
+    with counts.in_group_of(parallel):
+        contender = counts.Contender(parallel, "bfloat16", shapes=counts.TINY, layers=1, tokens=8, wider=True)
+        layer = contender._module.model.layers[0]
+        layer.register_forward_pre_hook(lambda _, given: seen.add(given[0].dtype))
+        contender.fill()
+        contender.forward_backward()
+    assert seen == {torch.float32}
+    assert {parameter.dtype for parameter in contender._module.parameters()} == {torch.float64}
 
 
 def test_the_committed_record_is_within_what_was_asked():

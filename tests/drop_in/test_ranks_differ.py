@@ -29,7 +29,7 @@ LAYOUTS = {
 """By the number of ranks: those of one line share a group of ranks, forked once."""
 
 SLOW = (
-    *LAYOUTS[4],  # of the same code as "atp=1x2" and "rtp=2"
+    *LAYOUTS[4],  # four ranks are forked for these alone, and say what two say
     "rtp=2[recompute=slice]",
     "rtp=2[transport=send_receive,buffering=in_place]",
     "megatron=2[sequence_parallel=true]",

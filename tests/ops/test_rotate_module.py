@@ -132,8 +132,8 @@ def saved_of_frozen(make, recompute):
 
     def layers(weights, inputs):
         x, _ = inputs
-        linears.start(weights)
-        return linears(Layer(2, None), F.silu(linears(Layer(0, None), x)))
+        with linears.running(weights):
+            return linears(Layer(2, None), F.silu(linears(Layer(0, None), x)))
 
     rotating.ring.start(fresh=[True])
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from rotorch.core.errors import ConfigError
 from rotorch.ops import slice_linear
 from rotorch.ops.rotate import rotate_module
 from rotorch.ops.slice_linear import Layer, SliceLinears
@@ -77,13 +78,17 @@ MODULES = {
 ONE_INPUT = {"attention", "in another order", "without a graph"}
 
 
-def held_to_one_process(make, name, recompute, transport):
-    """Trains two steps beside one process, which adds up what all ranks do; returns the sizes of functions."""
+def attention_of(make, **options):
     generator = torch.Generator().manual_seed(3)
     shapes = [(INSIDE, D)] * 3 + [(D, INSIDE), (INSIDE,)]
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    cuts = [(0, INSIDE)] * 3 + [(1, INSIDE), (0, INSIDE)]
-    rotating = make(whole, cuts, transport=transport, recompute=recompute)
+    return make(whole, [(0, INSIDE)] * 3 + [(1, INSIDE), (0, INSIDE)], **options)
+
+
+def held_to_one_process(make, name, recompute, transport):
+    """Trains two steps beside one process, which adds up what all ranks do; returns the sizes of functions."""
+    rotating = attention_of(make, transport=transport, recompute=recompute)
+    whole = rotating.whole
     linears = SliceLinears(rotating.unit, [[LAYERS[Q], LAYERS[K], LAYERS[V]]])
     rotating.unit.put = linears.put
     dense_whole = [w.clone().requires_grad_() for w in whole]
@@ -92,10 +97,8 @@ def held_to_one_process(make, name, recompute, transport):
         return F.linear(x, dense_whole[number], dense_whole[BIAS] if number == Q else None)
 
     def on_slice(weights, inputs):
-        linears.start(weights)
-        y = MODULES[name](lambda number, x: linears(LAYERS[number], x))(*inputs)
-        linears.stop()
-        return y
+        with linears.running(weights):
+            return MODULES[name](lambda number, x: linears(LAYERS[number], x))(*inputs)
 
     sizes = []
     for step in range(2):
@@ -120,7 +123,12 @@ def held_to_one_process(make, name, recompute, transport):
     for each in dense_whole:  # of a layer that is not used
         each.grad = torch.zeros_like(each) if each.grad is None else each.grad
     rotating.check_gradients(dense_whole, rtol=1e-11, atol=1e-12)
-    return sizes, sum(1 for each in vars(linears).values() if isinstance(each, torch.Tensor))
+    return sizes, what_is_kept(linears)
+
+
+def what_is_kept(linears):
+    kept = ("_early", "_input", "_made_under", "_hooks")
+    return [name for name in kept if getattr(linears, name)]
 
 
 def counting(sizes):
@@ -144,12 +152,12 @@ def inputs_of(rank, step):
 @pytest.mark.parametrize("name", MODULES)
 def test_layers_of_a_slice_are_those_of_one_process(name, recompute, transport, rotating):
     num_ranks = 2
-    for sizes, num_kept in run_ranks(held_to_one_process, rotating, name, recompute, transport, num_ranks=num_ranks):
+    for sizes, kept in run_ranks(held_to_one_process, rotating, name, recompute, transport, num_ranks=num_ranks):
         if name in ONE_INPUT:
             assert sizes == [3, 1] * num_ranks * 2  # the three are one function in every visit of both steps
         else:
             assert sizes.count(3) <= 1  # what has been made in vain is made once
-        assert not num_kept  # no input or output outlives the run
+        assert not kept  # no input or output outlives the run, nor hooks that have some
 
 
 def bits(make, together):
@@ -160,10 +168,8 @@ def bits(make, together):
     x = torch.randn(7, 16, generator=generator).requires_grad_()
 
     def on_slice(weights, inputs):
-        linears.start(weights)
-        y = attention(lambda number, x: linears(LAYERS[number], x))(*inputs, None)
-        linears.stop()
-        return y
+        with linears.running(weights):
+            return attention(lambda number, x: linears(LAYERS[number], x))(*inputs, None)
 
     rotating.step(lambda: rotate_module(rotating.unit, on_slice, [x]).sin().sum())
     return [x.grad, *(gradient.clone() for gradient in rotating.home(rotating.ring.home_gradients(0)))]
@@ -174,3 +180,59 @@ def test_one_function_gives_the_bits_of_several(rotating):
     apart, together = (run_ranks(bits, rotating, each, num_ranks=2) for each in (False, True))
     for before, after in zip(apart, together, strict=True):
         assert all(map(torch.equal, before, after))
+
+
+def raises_halfway(make):
+    rotating = attention_of(make)
+    linears = SliceLinears(rotating.unit, [[LAYERS[Q], LAYERS[K], LAYERS[V]]])
+
+    def on_slice(weights, inputs):
+        with linears.running(weights):
+            linears(LAYERS[Q], inputs[0])
+            raise ArithmeticError
+
+    rotating.ring.start(fresh=[True])
+    with pytest.raises(ArithmeticError):
+        rotate_module(rotating.unit, on_slice, inputs_of(0, 0))
+    return what_is_kept(linears)
+
+
+def test_a_module_that_raises_leaves_nothing(rotating):
+    assert run_ranks(raises_halfway, rotating, num_ranks=1) == [[]]
+
+
+def frozen_in_a_checkpoint(make):
+    """A frozen unit over an input without gradients, within activation checkpointing: hooks there have the input."""
+    rotating = attention_of(make, trained=False)
+    linears = SliceLinears(rotating.unit, [[LAYERS[Q], LAYERS[K], LAYERS[V]]])
+
+    def on_slice(weights, inputs):
+        with linears.running(weights):
+            return attention(lambda number, x: linears(LAYERS[number], x))(*inputs, None)
+
+    rotating.ring.start(fresh=[True])
+    checkpoint(lambda x: rotate_module(rotating.unit, on_slice, [x]), inputs_of(0, 0)[0].detach(), use_reentrant=False)
+    return what_is_kept(linears)
+
+
+def test_hooks_of_a_checkpoint_around_a_unit_are_not_kept(rotating):
+    assert run_ranks(frozen_in_a_checkpoint, rotating, num_ranks=1) == [[]]
+
+
+def gradients_in_forward(make):
+    rotating = attention_of(make)
+    linears = SliceLinears(rotating.unit)
+
+    def on_slice(weights, inputs):
+        with linears.running(weights):
+            q = linears(LAYERS[Q], inputs[0])
+            return torch.autograd.grad(q.sum(), inputs[0])[0]
+
+    rotating.ring.start(fresh=[True])
+    with pytest.raises(ConfigError, match=r"'unit': gradients of a part of its forward are asked for outside"):
+        rotate_module(rotating.unit, on_slice, inputs_of(0, 0))
+    return True
+
+
+def test_gradients_within_the_forward_of_a_unit_are_refused(rotating):
+    assert run_ranks(gradients_in_forward, rotating, num_ranks=1) == [True]

@@ -15,8 +15,8 @@ from itertools import pairwise
 from rotorch.core.spec import Combine, ModelSpec, Range, Unit, UnitKind
 
 LEAST_TIMES, LEAST_BYTES = 1.25, 1 << 20
-"""Tables are divided if their slice is at least so many times the largest slice of any other unit, or group of slices,
-into parts of at least so many bytes: smaller ones save little, and each is a message.
+"""Tables are divided if their slice is at least so many times the largest visit of any other unit, into parts of at
+least so many bytes: smaller ones save little, and each is a message.
 """
 
 

@@ -60,7 +60,7 @@ class RotatingUnit:
         may_lie_whole: True if its weights would be read whole in place over shared memory.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         receiver: takes the weights' gradients during the backward of a slice.
-        present: weights of the slice that visits, during its backward.
+        backward_weights: weights of the slice that visits, during its backward.
         put: puts a slice's weights into the module, for parts of it that run again while a kept graph is differentiated
             (a user's own `torch.utils.checkpoint`).
         leaves: the inputs that the graph of a slice begins with, while its forward runs.
@@ -82,7 +82,7 @@ class RotatingUnit:
     may_lie_whole: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     receiver: SliceGradient | None = None
-    present: Sequence[Tensor] = ()
+    backward_weights: Sequence[Tensor] = ()
     put: Callable[[Sequence[Tensor]], None] | None = None
     leaves: Sequence[Tensor] = ()
     output_sum: OutputSum | None = None
@@ -340,13 +340,13 @@ class _RotateModule(torch.autograd.Function):
             # Popped: this slice's graph is freed as soon as it has been differentiated.
             kept: _Kept = ctx.kept.pop(visit.index)
             weights, end = kept.weights, kept.end
-            unit.present = unit.weights(visit)
+            unit.backward_weights = unit.weights(visit)
             if end is None:
-                weights, unit.leaves = unit.present, leaves
+                weights, unit.leaves = unit.backward_weights, leaves
                 with torch.enable_grad(), ctx.autocast.again(), _again(kept.random), kept.same_attention():
                     end = get_gradient_edge(ctx.run(weights, leaves))
             elif unit.put is not None:
-                unit.put(unit.present)
+                unit.put(unit.backward_weights)
             # Tensors saved inside the slot are found here while autograd runs this slice's graph.
             ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)
@@ -368,7 +368,7 @@ class _RotateModule(torch.autograd.Function):
             unit.receiver.pass_on()
         # The graph may live on with the loss that was computed from it; its inputs need not.
         unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.norm_recipes = None
-        found, unit.leaves, unit.input_sums, unit.present = unit.input_sums, (), (), ()
+        found, unit.leaves, unit.input_sums, unit.backward_weights = unit.input_sums, (), (), ()
         return (None, None, None, *(None if total is None else total.value for total in found))
 
 

@@ -138,15 +138,14 @@ class VisitingSlices(ModuleSlices):
             make_room(leaves[i], module=self._module, name=unit.name, num_slices=self._rotating.slices.num_slices)
 
         def run_slice(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-            self._linears.start(weights)
             self._put_whole(inputs[len(where) :])
             given = list(leaves)
             for i, tensor in zip(where, inputs, strict=False):
                 given[i] = tensor
             for i in caches:
                 given[i] = of_slice(leaves[i], self.index)
-            parts = run(weights, given) if pairs is None else [self._on_experts(pairs, run, weights, given)]
-            self._linears.stop()
+            with self._linears.running(weights):
+                parts = run(weights, given) if pairs is None else [self._on_experts(pairs, run, weights, given)]
             self._put_whole(whole)  # other modules may share them, and must not compute with leaves of this graph
             return packed.pack(parts)
 
