@@ -10,9 +10,9 @@ of real steps of a tiny model of the same kind; rows take turns, and the median 
 [Note: host time in wider numbers]
     A GPU's product is one call more for the host, like any other. On a CPU a small product in bfloat16 takes 17 us by
     itself, and one in float32 takes 3 us, about as long as other calls. So host time of passes in bfloat16 with weights
-    in float32 is that of passes in float32 with weights in float64: the same calls, casts and messages. (The gradient of
-    a weight is a product and a sum in either, where CUDA has one call.) Autocast has no such pair: its rows are measured
-    as they are, and comparable among themselves. "host_wider" of a row says which it is.
+    in float32 is that of passes in float32 with weights in float64: the same calls, casts and messages. (A gradient of
+    weights is a product and a sum in either, where CUDA has one call.) Autocast has no such pair: its rows are measured
+    as they are, to be compared among themselves. "host_wider" of a row says which it is.
 
     ops_per_layer                operations that are no views, allocations or messages: at least one launch each
     casts_per_layer              those of them that only change a dtype

@@ -62,6 +62,17 @@ def computed_again(of):
     return lambda x, _: of(OUT, checkpoint(first, x, use_reentrant=False) * of(V, x))
 
 
+def compiled_in_part(of):
+    """A graph must not have the weights of the slice that was there when it was made."""
+    return lambda x, _: of(OUT, torch.compile(lambda x: of(Q, x) * of(K, x).sin(), backend="eager")(x) * of(V, x))
+
+
+def compiled_behind(of):
+    return lambda x, _: torch.compile(lambda q, k, v: of(OUT, q * k.sin() * v), backend="eager")(
+        of(Q, x), of(K, x), of(V, x)
+    )
+
+
 def twice(of):
     return lambda x, _: of(OUT, of(Q, x) * of(Q, x).sin() * of(K, x) * of(V, x))
 
@@ -73,9 +84,11 @@ MODULES = {
     "one left out": one_left_out,
     "without a graph": without_a_graph,
     "computed again": computed_again,
+    "compiled in part": compiled_in_part,
+    "compiled behind": compiled_behind,
     "twice": twice,
 }
-ONE_INPUT = {"attention", "in another order", "without a graph"}
+ONE_INPUT = {"attention", "in another order", "without a graph", "compiled in part", "compiled behind"}
 
 
 def attention_of(make, **options):
@@ -147,6 +160,7 @@ def inputs_of(rank, step):
     return [x.requires_grad_(), memory.requires_grad_()]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
 @pytest.mark.parametrize("transport", ["shared_memory", "send_receive"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODULES)

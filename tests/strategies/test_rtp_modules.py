@@ -166,21 +166,7 @@ class RunsAgainNet(Net):
     mlp = RunsAgain
 
 
-class CompilesAPart(MLP):
-    def __init__(self):
-        super().__init__()
-        self.part = torch.compile(lambda inside: self.down(inside.sin()), backend="eager")
-
-    def forward(self, x):
-        return self.part(F.gelu(self.up(x)))
-
-
-class CompilesAPartNet(Net):
-    mlp = CompilesAPart
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile looks at it
-@pytest.mark.parametrize("build", [TakesWeightsNet, RunsAgainNet, CompilesAPartNet])
+@pytest.mark.parametrize("build", [TakesWeightsNet, RunsAgainNet])
 def test_layers_are_those_of_their_slice(build):
     options = (3, ""), (3, ",recompute=slice"), (2, ",visits=1")
     check(build, *(f"rtp={n}[transport=send_receive{more}]" for n, more in options))
