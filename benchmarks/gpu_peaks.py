@@ -141,6 +141,13 @@ def in_a_process(program: str, *row: str, tiny: bool, layers: int, tokens: int) 
     return found
 
 
+def write_record(file: Path, rows: list[dict[str, Any]], *, shapes: dict[str, Any], layers: int) -> None:
+    """Writes rows with the model that they are of, and where and how they were measured."""
+    record = {"model": {**shapes, "num_hidden_layers": layers}, "ranks": NUM_RANKS, "precision": MODE}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({**record, **describe_origin(), "rows": rows}, indent=1) + "\n", "utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Prints a table; writes a record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,9 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
         peers = [r["peak_bytes"] for r in beside if r["parallel"].startswith("fsdp2")]
         row["of_fsdp2"] = row["peak_bytes"] / min(peers) if peers else None
     if options.json:
-        record = {"model": {**shapes, "num_hidden_layers": options.layers}, "ranks": NUM_RANKS, "precision": MODE}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**record, **describe_origin(), "rows": rows}, indent=1) + "\n", "utf-8")
+        write_record(options.json, rows, shapes=shapes, layers=options.layers)
     return 0
 
 

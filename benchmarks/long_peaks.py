@@ -23,10 +23,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from gpu_counts import NUM_RANKS, TINY  # noqa: E402
-from gpu_peaks import MODE, in_a_process, measured  # noqa: E402
+from gpu_peaks import in_a_process, measured, write_record  # noqa: E402
 
 import rotorch  # noqa: E402
-from rotorch.bench.record import describe_origin  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
 
 LLAMA_2_7B = {
@@ -82,9 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(in_a_process(__file__, parallel, tiny=options.tiny, layers=options.layers, tokens=options.tokens))
         print(f"{parallel:62} {rows[-1]['peak_bytes'] / 1e9:7.2f}", flush=True)
     if options.json:
-        record = {"model": {**shapes, "num_hidden_layers": options.layers}, "ranks": NUM_RANKS, "precision": MODE}
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({**record, **describe_origin(), "rows": rows}, indent=1) + "\n", "utf-8")
+        write_record(options.json, rows, shapes=shapes, layers=options.layers)
     return 0
 
 

@@ -29,14 +29,6 @@ def record(tmp_path_factory, warm):
     return json.loads(out.read_text())
 
 
-@pytest.fixture
-def benchmarks(monkeypatch, warm):
-    threads = torch.get_num_threads()
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield
-    torch.set_num_threads(threads)
-
-
 def grouped(visits):
     return f"rtp=8[transport=send_receive,visits={visits}]"
 

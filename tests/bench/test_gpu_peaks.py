@@ -11,14 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def benchmarks(monkeypatch, warm):
-    threads = torch.get_num_threads()
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
 def gpu_peaks(benchmarks):
     return importlib.import_module("gpu_peaks")
 
