@@ -5,7 +5,7 @@
 One rank of 8 over torch's fake process group, in the shapes of Llama-3-8B, all of its layers and its vocabulary.
 Weights and gradients are float32, passes compute in bfloat16: `train.precision = "bfloat16"`, and FSDP2's own policy.
 Every tensor that is made exists, but nothing is computed in large ones (`rotorch.testing.operations`), so the machine
-needs little memory; bytes are those of storages that are alive (`rotorch.bench.tensor_memory`). Memory that a kernel
+needs little memory; bytes are those of storages that are alive (`rotorch.traced.live_storages`). Memory that a kernel
 or an allocator takes for itself is in no row, nor is the optimizer's state, which is as large in every row. Each row is
 measured in a process of its own.
 
@@ -40,10 +40,10 @@ from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
 
 import rotorch  # noqa: E402
 from rotorch.bench.record import describe_origin  # noqa: E402
-from rotorch.bench.tensor_memory import ACTIVATIONS, LiveStorages  # noqa: E402
 from rotorch.models.blocks import repeated_blocks  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
 from rotorch.testing.operations import WithoutArithmetic  # noqa: E402
+from rotorch.traced.live_storages import ACTIVATIONS, LiveStorages  # noqa: E402
 
 MODE = "bfloat16"
 NUM_CHUNKS = 8

@@ -26,7 +26,6 @@ import torch  # noqa: E402
 from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
 
 from rotorch.bench.record import describe_origin  # noqa: E402
-from rotorch.bench.traced_memory import trace_memory  # noqa: E402
 from rotorch.core.precision import copies_itemsize  # noqa: E402
 from rotorch.models.describe import describe  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
@@ -35,6 +34,7 @@ from rotorch.planner.search import Batch, Task, judged  # noqa: E402
 from rotorch.planner.speeds import speeds_of  # noqa: E402
 from rotorch.planner.workload import fold  # noqa: E402
 from rotorch.shard.materialize import on_meta  # noqa: E402
+from rotorch.traced.passes import trace_memory  # noqa: E402
 
 CLUSTER = "h100x8"
 LINKS = ("mixed", "bfloat16")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rotorch.bench.record import describe_origin
-from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import copies_itemsize, dtype_of_passes
 from rotorch.core.spec import ModelSpec
@@ -29,6 +28,7 @@ from rotorch.planner.workload import fold
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
+from rotorch.traced.passes import trace_memory, traced_parts
 
 
 def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any]]:

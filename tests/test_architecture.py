@@ -39,6 +39,7 @@ LAYERS = {
     "optim": 5,
     "drop_in": 5.5,
     "parallelize": 6,
+    "traced": 6,
     "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it
     "train": 7,
     "bench": 7,
@@ -68,7 +69,7 @@ STATE_OF_A_PROCESS = {
 UNDONE = {"drop_in.changes", "drop_in.origin"}  # they give plain modules back
 ONLY_THERE = {
     r"torch\.distributed\.tensor\.DTensor\.from_local$": {"shard.sharded_weight", "bench.peers.tensor_parallel"},
-    r"rotorch\.shard\.sites\.find_sites$": {"parallelize", "shard.at_rest", "models", "bench", *UNDONE},
+    r"rotorch\.shard\.sites\.find_sites$": {"parallelize", "shard.at_rest", "models", "bench", "traced", *UNDONE},
     r"rotorch\.shard\.sharded_weight\.dtensor_at_rest$": {"hold.sharded_weights"},
     r"rotorch\.shard\.sharded_weight\.EarlierGradient$": {"strategies.ddp.apply", "shard.gradient_hooks"},
     r"rotorch\.models\.trial\.sums\.(adds_up|is_linear_in_rows)$": {"models.trial.slices", "ops.partial_module"},

@@ -4,7 +4,7 @@
     python benchmarks/papers/rtp.py --only capacity      # one part of it, the others kept
 
 One rank is real, the others are faked, and nothing is computed (`rotorch.testing.operations`): every tensor of a step
-with AdamW is made, counted by `rotorch.bench.tensor_memory`, and never written. So GPT-2 XL on eight ranks takes no
+with AdamW is made, counted by `rotorch.traced.live_storages`, and never written. So GPT-2 XL on eight ranks takes no
 memory here, and bytes do not depend on the machine. The rank is the first, which holds most where a cut is uneven.
 
     peaks      GPT-2 355M to 1.5B and BERT-large on 8 ranks, four sequences a rank (the smallest 1 to 8): the highest

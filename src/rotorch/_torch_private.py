@@ -379,7 +379,7 @@ def fake_store() -> Any:
 def fake_tensors() -> Any:
     """A context in which tensors have shapes, storages and a device, but no memory.
 
-    Reason: what passes keep and take is counted in a run on such tensors (`bench/traced_memory.py`); on the meta device
+    Reason: what passes keep and take is counted in a run on such tensors (`traced/passes.py`); on the meta device
     attention takes another kernel, which keeps other things.
     """
     return FakeTensorMode()

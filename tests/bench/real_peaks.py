@@ -2,7 +2,6 @@
 
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.tensor_memory import measure_tensors
-from rotorch.bench.traced_memory import trace_memory
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
 from rotorch.planner.cluster import load_cluster
@@ -10,6 +9,7 @@ from rotorch.planner.search import Batch, Task
 from rotorch.planner.speeds import speeds_of
 from rotorch.planner.workload import fold
 from rotorch.shard.materialize import on_meta
+from rotorch.traced.passes import trace_memory
 
 
 def peak_of(task, layout, steps=1):

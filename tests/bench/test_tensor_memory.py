@@ -8,10 +8,11 @@ from torch.profiler import record_function
 
 from rotorch._torch_private import in_backward
 from rotorch.bench.contender import Independent
-from rotorch.bench.tensor_memory import LiveStorages, _Storage, measure_tensors
+from rotorch.bench.tensor_memory import measure_tensors
 from rotorch.ops.deferred_logits import LOGITS_BLOCK
 from rotorch.shard.storages import SharedMappings, owned_bytes
 from rotorch.testing.ranks import run_ranks
+from rotorch.traced.live_storages import LiveStorages, _Storage
 
 
 def _beside_mem_tracker(task):

@@ -10,7 +10,6 @@ from real_peaks import peak_of, planned
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from rotorch.bench.task import Task as BenchTask
-from rotorch.bench.traced_memory import trace_memory
 from rotorch.core.errors import ConfigError
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
@@ -18,6 +17,7 @@ from rotorch.planner.search import judged
 from rotorch.planner.workload import fold
 from rotorch.shard.materialize import on_meta
 from rotorch.testing.ranks import run_ranks
+from rotorch.traced.passes import trace_memory
 
 ROWS, TOKENS, VOCABULARY = 2, 96, 1024
 BOUND = 0.02

@@ -5,7 +5,7 @@ import json
 import sys
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -13,20 +13,22 @@ import pytest
 import torch
 from real_peaks import peak_of, planned
 
-from rotorch.bench import traced_memory
 from rotorch.bench.task import Task as BenchTask
-from rotorch.bench.traced_memory import trace_memory, traced_parts
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
 from rotorch.planner.search import Batch, judged
 from rotorch.planner.workload import fold
+from rotorch.run_config import LoraSection
 from rotorch.shard.materialize import on_meta
 from rotorch.testing.ranks import run_ranks
+from rotorch.traced import passes
+from rotorch.traced.passes import trace_memory, traced_parts
+from rotorch.train.module import make_module
 
 
-def kept_by_autograd(config, *, rows, tokens):
+def kept_by_autograd(config, *, rows, tokens, make=causal_lm):
     """Bytes of distinct storages that a real forward saves, without weights."""
-    module = causal_lm(config).train()
+    module = make(config).train()
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     saved = {}
 
@@ -68,6 +70,27 @@ def test_kept_bytes_are_those_of_a_real_forward(name):
         assert layers + traced.outside.of(rows) == pytest.approx(
             kept_by_autograd(config, rows=rows, tokens=32), rel=1e-3
         )
+
+
+def test_adapters_keep_what_a_real_forward_of_them_keeps(llama):
+    """Inputs of frozen layers are needed by nobody; the first layer keeps less than others, since its own is frozen."""
+    config, _, full = llama
+    pytest.importorskip("peft")
+    make = partial(make_module, lora=LoraSection(rank=2, targets=["q_proj", "down_proj"]))
+    with on_meta():
+        model = fold(describe(make(config)))
+    traced = trace_memory(config, model, tokens=32, precision="float32", make=make)
+    (layer,) = traced.layers
+    two, three = (
+        kept_by_autograd(
+            config_from_dict({**config.to_dict(), "num_hidden_layers": n}, source=""), rows=3, tokens=32, make=make
+        )
+        for n in (2, 3)
+    )
+    of_layer = layer.stream.of(3) + layer.interior.of(3)
+    assert of_layer == pytest.approx(three - two, rel=1e-3)
+    assert of_layer < full.layers[0].stream.of(3) + full.layers[0].interior.of(3)
+    assert two <= 2 * of_layer + traced.outside.of(3) <= 1.05 * two
 
 
 def test_autocast_keeps_casts_of_weights_once(llama):
@@ -127,7 +150,7 @@ def test_a_storage_with_the_key_of_one_that_died_is_told_apart(llama, monkeypatc
             weakref.finalize(storage, free.append, key).atexit = False
         return given[storage]
 
-    monkeypatch.setattr(traced_memory, "storage_key", key_of)
+    monkeypatch.setattr(passes, "storage_key", key_of)
     assert trace_memory(config, model, tokens=32, precision="float32") == traced
 
 
@@ -278,7 +301,9 @@ def test_points_of_a_backward_fit_any_number_of_rows(llama, rows):
     """The highest of the lines is what a trace of so many rows finds."""
     config, _, traced = llama
     name = "model.layers.0"
-    (_, found) = traced_memory._trace(config, [name], [], rows=rows, tokens=32, precision="float32", parts=None)
+    make = partial(causal_lm, config)
+    how = {"columns": config.vocab_size, "tokens": 32, "precision": "float32", "parts": None}
+    _, found = passes._trace(make, [name], [], rows=rows, **how)
     (layer,) = traced.layers
     total = max(each.made for each in found.of(name))
     for least in (0.0, 0.3, 0.9):  # of the moments at which so much of the gradients has been made

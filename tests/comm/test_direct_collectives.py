@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rotorch.bench.tensor_memory import LiveStorages
 from rotorch.comm import direct_collectives
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
+from rotorch.traced.live_storages import LiveStorages
 
 SHAPES = [(6, 5), (0, 3), (2,), (4, 4, 4)]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, LayerOrder, ModelSpec, Unit, UnitKind, Weight
-from rotorch.core.stage_balance import LayerCost, balanced, layer_costs
+from rotorch.core.stage_balance import LayerCost, balanced, balanced_within, layer_costs
 from rotorch.core.traffic import MicroBatch
 from rotorch.strategies import for_batch, format_parallel, parse_parallel
 
@@ -51,6 +51,48 @@ def test_no_other_cut_within_the_limit_is_faster_then_smaller_then_more_even(cos
     assert found == min(m for m in each if limit is None or m[1] <= limit)
     as_good = (other for other in every_cut(len(costs), num_stages) if measures(costs, other, **how) == found)
     assert parts == min(as_good, key=lambda cut: [part.start for part in reversed(cut)])
+
+
+AGAIN = st.builds(LayerCost, *[st.integers(0, most) for most in (9, 18, 9, 9, 9, 9, 9, 4, 9)])
+
+
+def measures_within(costs, parts, *, kept, shared_by, gathered, limit):
+    """Of a cut whose stages compute their first layers again to keep to a limit: as above, and numbers of layers."""
+    times, bytes_, numbers = [], [], []
+    for part, number in zip(parts, kept, strict=True):
+        each = [costs[i] for i in part]
+        held = sum(c.state_bytes for c in each) / shared_by + gathered * sum(c.gathered_bytes for c in each)
+        held += number * sum(c.activation_bytes for c in each)
+        of_again = [
+            held + max(c.redone_bytes for c in each) - number * sum(c.saved_bytes for c in each[:again])
+            for again in range(1, len(each) + 1)
+        ]
+        sizes = [held + max(c.passing_bytes for c in each), *(of_again if number else [])]
+        again = next((place for place, size in enumerate(sizes) if size <= limit), None)
+        if again is None:
+            return None
+        numbers.append(again)
+        bytes_.append(sizes[again])
+        times.append(sum(c.flops for c in each) + sum(c.again_flops for c in each[:again]))
+    return (max(times), max(bytes_), sum(t * t for t in times)), tuple(numbers)
+
+
+@given(st.lists(AGAIN, min_size=1, max_size=7), st.integers(1, 4), st.integers(1, 80), st.data())
+def test_no_other_cut_that_computes_as_few_layers_again_as_it_takes_is_better(costs, shared_by, limit, data):
+    num_stages = data.draw(st.integers(1, len(costs)))
+    kept = data.draw(st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages))
+    how = {"kept": kept, "shared_by": shared_by, "gathered": data.draw(st.sampled_from([0, 0.5, 1]))}
+    each = {parts: measures_within(costs, parts, **how, limit=limit) for parts in every_cut(len(costs), num_stages)}
+    each = {parts: found for parts, found in each.items() if found is not None}
+    if not each:
+        with pytest.raises(ConfigError, match="keeps each within"):
+            balanced_within(costs, limit_bytes=limit, **how)
+        return
+    parts, numbers = balanced_within(costs, limit_bytes=limit, **how)
+    best = min(found for found, _ in each.values())
+    as_good = [other for other, (found, _) in each.items() if found == best]
+    assert parts == min(as_good, key=lambda cut: [part.start for part in reversed(cut)])
+    assert numbers == each[parts][1]
 
 
 def test_many_layers_are_cut_into_many_stages():
@@ -121,14 +163,16 @@ def test_the_first_stages_of_1f1b_keep_more_micro_batches_and_get_fewer_layers_w
     (pipeline,) = parse_parallel("pp=4")
     assert pipeline.kept_by_stages(8) == (4, 3, 2, 1)
     assert parse_parallel("zeropp=2x1[chunks=2,unit=2]")[0].kept_by_stages(4)[0] >= 2
-    fast = pipeline.best_layers(spec, batch=BATCH, num_micro_batches=8)
-    assert fast == "3-3-3-3"
-    small = pipeline.best_layers(spec, batch=BATCH, num_micro_batches=8, limit_bytes=21_000)
-    counts = [int(n) for n in small.split("-")]
+    fast = pipeline.balanced(spec, batch=BATCH, num_micro_batches=8)
+    assert fast.layers == "3-3-3-3"
+    small = pipeline.balanced(spec, batch=BATCH, num_micro_batches=8, limit_bytes=21_000)
+    counts = [int(n) for n in small.layers.split("-")]
     assert counts[0] < 3 and sum(counts) == 12
-    assert pipeline.model_copy(update={"layers": small}).parts_of(spec)[0] == range(counts[0])
-    with pytest.raises(ConfigError, match=r"no cut of 12 layers into 4 stages keeps each within 4\.88 KiB"):
-        pipeline.best_layers(spec, batch=BATCH, num_micro_batches=8, limit_bytes=5000)
+    assert small.parts_of(spec)[0] == range(counts[0])
+    with pytest.raises(
+        ConfigError, match=r"no cut of 12 layers into 4 stages keeps each within 4\.88 KiB.*, or recompute=auto"
+    ):
+        pipeline.balanced(spec, batch=BATCH, num_micro_batches=8, limit_bytes=5000)
 
 
 def fitted(parallel, spec, *, num_micro_batches=4):

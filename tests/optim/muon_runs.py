@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import rotorch
-from rotorch.bench.tensor_memory import LiveStorages
 from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
 from rotorch.models.hf import causal_lm, head_weights, load_config
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.compare import value_errors
+from rotorch.traced.live_storages import LiveStorages
 
 NUM_ROWS, NUM_TOKENS = 4, 6
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.05}

@@ -76,6 +76,7 @@ SINGLES = st.one_of(
         schedule=st.sampled_from(["1f1b", "interleaved_1f1b", "zbv"]),
         recompute=st.sampled_from(["none", "block"]),
     ),
+    st.builds(lambda a, b: PP(stages=2, recompute=f"{a}-{b}"), SIZES, SIZES),
     st.builds(ZeroPP, stages=SIZES, shards=st.just(1), chunks=st.none() | SIZES, unit=st.none() | SIZES),
     st.builds(
         RTP,
@@ -89,7 +90,7 @@ SINGLES = st.one_of(
 @given(st.lists(SINGLES, min_size=1, max_size=2))
 def test_what_is_written_reads_back(strategies):
     text = format_parallel(strategies)
-    if len(strategies) == 2 and strategies[0].kind == "pp" and strategies[0].recompute == "block":
+    if len(strategies) == 2 and strategies[0].kind == "pp" and strategies[0].recompute != "none":
         with pytest.raises(ConfigError, match=r"cannot be composed|decides on recomputation"):
             parse_parallel(text)
     elif len(strategies) == 2 and tuple(s.kind for s in strategies) not in COMPOSES:
@@ -149,6 +150,14 @@ def test_what_is_written_reads_back(strategies):
         ),
         ("zeropp=2x1[rank_memory=0]", "zeropp: rank_memory=0: no number of bytes above 0"),
         ("pp=2[rank_memory=1GiB,layers=3-5]", "and rank_memory=1GiB asks for it. Leave one of the two out"),
+        ("pp=2[recompute=all]", "pp: recompute=all: no layers that are computed again. Write none, block, auto, or a"),
+        (
+            "pp=2[recompute=2-1-0]",
+            "recompute=2-1-0 are 3 stages, but there are 2 (ranks times chunks). Write 2",
+        ),
+        ("zeropp=2x1[recompute=auto]", "and there is none. Write rank_memory=2GiB beside it, or recompute=block"),
+        ("pp=2[rank_memory=1GiB,recompute=2-1]", "decides what these are. Write recompute=auto, or layers=..."),
+        ("pp=2[recompute=2-1],rtp=2", "the strategy that holds the stages decides on recomputation"),
         ("pp=2[layers=3-5-1]", "layers=3-5-1 are 3 stages, but there are 2 (ranks times chunks). Write 2 numbers"),
         ("pp=2[chunks=2]", "schedule 1f1b: 2 chunks per rank, but it has one stage per rank. Write 1 chunk, or"),
         ("pp=2[schedule=zbv,chunks=3]", "schedule zbv: 3 chunks per rank, but it has two, on the way there and back"),

@@ -60,6 +60,8 @@ SLOW = pytest.mark.slow
         ("zeropp=2x1[chunks=2,unit=2,recompute=block]", 5),
         ("zeropp=2x2[inner=rtp,unit=2]", 3),
         ("pp=2[schedule=zbv,layers=1-2-1-1]", 3),
+        ("pp=2[layers=3-2,recompute=2-0]", 3),
+        pytest.param("zeropp=2x2[chunks=2,recompute=1-0-1-0]", 3, marks=SLOW),
         ("pp=2,atp=1x2", 3),  # a part of the features of a weight of two stages
         pytest.param("pp=2[schedule=zb_h1],atp=2x2[order=row_first]", 3, marks=SLOW),
         pytest.param("pp=2,tesseract=1x1x2[zero=true]", 3, marks=SLOW),
@@ -80,6 +82,25 @@ def test_chunks_odd_layers_and_any_number_of_micro_batches_are_exact(five_layers
     report = verify(five_layers, parallel=parallel, micro_batches=micro_batches, steps=1, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence)
     assert report.num_modules_compared > 50
+
+
+def layers_run(path, parallel):
+    """Runs in a step of each layer of this rank's stages, by number."""
+    model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
+    ran = Counter()
+    for number, layer in enumerate(model.module.model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: ran.update([number]))
+    batch = batch_of(model.module.config, num_rows=4)
+    model.forward_backward([{name: rows[k : k + 2] for name, rows in batch.items()} for k in range(2)])
+    return dict(ran)
+
+
+def test_the_first_layers_of_each_stage_run_again_as_many_as_are_written(five_layers):
+    first, second = run_ranks(layers_run, five_layers, "pp=2[layers=3-2,recompute=2-0]", num_ranks=2)
+    assert {n: ran for n, ran in first.items() if ran} == {0: 4, 1: 4, 2: 2}
+    assert {n: ran for n, ran in second.items() if ran} == {3: 2, 4: 2}
+    with pytest.raises(ConfigError, match=r"computes 4 layers of stage 0 again, which has 3 of 5. Write at most 3"):
+        parse_parallel("pp=2[layers=3-2,recompute=4-0]")[0].check(describe(causal_lm(load_config(five_layers))))
 
 
 def messages_without_debts(path):

@@ -10,6 +10,7 @@ from commands import rotorch, write_run
 from stores import Objects, url_of
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
 from rotorch.run_config import load_run_config
 from rotorch.train.checkpoint import storage
 from rotorch.train.checks import dry_run
@@ -53,9 +54,14 @@ def test_each_rank_reads_what_was_said(run_toml, tmp_path, monkeypatch):
 
 def test_what_does_not_fit(run_toml, tmp_path, monkeypatch):
     monkeypatch.setattr(dry_run, "available_bytes", lambda: 100 << 10)
-    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2", "--dry-run")
+    said = tmp_path / "said.json"
+    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2", "--dry-run", "--json", said)
     assert (done.code, done.stderr) == (1, "")
-    assert "does not fit: 231 KiB of this machine, which has 100 KiB left" in done.stdout
+    ranks = json.loads(said.read_text())["ranks"]
+    assert all(plan["activations_bytes"] > 40 << 10 for plan in ranks)
+    needed = format_bytes(sum(plan["host_bytes"] for plan in ranks))
+    assert f"does not fit: {needed} of this machine, which has 100 KiB left" in done.stdout
+    assert "at the highest moment of a step rank 0 has weights 20.8 KiB, " in done.stdout
     assert "reads" not in done.stdout and not (tmp_path / "run").exists()
 
 
@@ -90,6 +96,23 @@ def test_it_is_said_how_layers_are_shared_out_among_stages(run_toml, tmp_path):
     assert (done.code, done.stderr) == (0, "")
     assert "stages: layers=1, by operations 100 % of a step" in done.stdout
     assert json.loads(said.read_text())["stages"] == {"layers": "1", "parts_of_operations": [1.0]}
+
+
+def test_what_passes_keep_is_counted_for_the_stages_of_each_rank(run_toml, tmp_path):
+    said = tmp_path / "said.json"
+    settings = ["--parallel", "ddp=2,pp=2", "model.config.num_hidden_layers=2", "train.steps=2", "--json", said]
+    done = rotorch(tmp_path / "log", "train", run_toml, *settings, "--dry-run")
+    assert (done.code, done.stderr) == (0, "")
+    first, second, *replica = json.loads(said.read_text())["highest"]
+    assert replica == [first, second] and "logits" in second and "logits" not in first
+
+
+def test_passes_that_are_not_counted_say_why(run_toml, tmp_path):
+    said = tmp_path / "said.json"
+    done = rotorch(tmp_path / "log", "train", run_toml, "train.compile=true", "--dry-run", "--json", said)
+    assert (done.code, done.stderr) == (0, "")
+    assert "not counted: activations and temporaries: compiled passes keep other tensors" in done.stdout
+    assert all(plan["activations_bytes"] is None for plan in json.loads(said.read_text())["ranks"])
 
 
 def test_a_limit_of_memory_says_how_layers_are_shared_out(run_toml, tmp_path):

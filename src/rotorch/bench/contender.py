@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from rotorch.bench.peers import PEERS
 from rotorch.bench.task import Task
-from rotorch.bench.weight_copies import WeightCopies
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.observe import Observable, Observer
 from rotorch.mesh import pick_device
@@ -28,6 +27,7 @@ from rotorch.shard.materialize import initialise, on_meta, take_recipes
 from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.shard.sites import find_sites
 from rotorch.shard.storages import local_part
+from rotorch.traced.weight_copies import WeightCopies
 from rotorch.train.module import precision_arguments
 from rotorch.train.optim import clip_gradients, make_optimizer, squared_norm_share
 

@@ -2,7 +2,7 @@
 
 For stages with gathered weights (`zeropp`, `fsdp` inside of `pp`). Bytes of weights and gradients follow from the
 model; tensors saved by autograd, tensors pending between the two halves of a backward, and temporaries are measured by
-following storages (`tensor_memory.py`) from action to action.
+following storages (`traced/live_storages.py`) from action to action.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.task import Task
-from rotorch.bench.tensor_memory import OPTIMIZER, WEIGHTS, LiveStorages, measure_tensors
+from rotorch.bench.tensor_memory import measure_tensors
 from rotorch.hold.gathered_stages import hides_sums
 from rotorch.hold.pipeline import PipelinedModel
 from rotorch.models.losses import Batch
@@ -23,6 +23,7 @@ from rotorch.pipelining.simulate import StageCosts, simulate
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.shard.storages import owned_bytes
 from rotorch.strategies import parse_parallel
+from rotorch.traced.live_storages import OPTIMIZER, WEIGHTS, LiveStorages
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rotorch.bench.tensor_memory import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER
 from rotorch.bench.trace import SHARES
 from rotorch.core.quantities import format_count
+from rotorch.traced.live_storages import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER
 
 _NONE = "-"
 _SPEED_CAPTION = (

@@ -157,11 +157,11 @@ def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision, 
     """The model, and its passes of whole sequences, or of the parts that `context` ranks have of one."""
     from transformers.initialization import no_init_weights
 
-    from rotorch.bench.traced_memory import trace_memory, traced_parts
     from rotorch.models.describe import describe
     from rotorch.models.hf import causal_lm, config_from_dict, load_config, longest_sequence
     from rotorch.planner.workload import fold
     from rotorch.shard.materialize import on_meta
+    from rotorch.traced.passes import trace_memory, traced_parts
 
     tell_phase("tracing the model")
     config = load_config(model) if isinstance(model, str) else config_from_dict(model, source="[model.config]")

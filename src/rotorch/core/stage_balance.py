@@ -8,7 +8,8 @@
     Memory is the state that stays from step to step (weights, gradients, two states of AdamW), and for each micro-batch
     that waits for its backward the outputs of matrices, hidden states, and logits with their gradient. Where a stage is
     gathered from its ranks, whole weights and gradients are added. Both are estimates: only the comparison of layers
-    with each other, and with a large head, matters (DawnPiper, arXiv 2505.05856, measures instead).
+    with each other, and with a large head, matters. Within a limit of memory bytes matter, and those of activations
+    are then counted (planner/stage_costs.py), as DawnPiper (arXiv 2505.05856) measures them.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class LayerCost:
         state_bytes: weights, gradients and optimizer.
         activation_bytes: kept of one micro-batch between its forward and its backward.
         gathered_bytes: whole weights and gradients, which exist besides while they are gathered.
+        again_flops: of one micro-batch, of computing the layer again in backward.
+        saved_bytes: of `activation_bytes`, what is not kept then.
+        passing_bytes: beside all of these at the highest moment of the layer's passes.
+        redone_bytes: the same if it is computed again.
     """
 
     forward_flops: int
@@ -52,6 +57,10 @@ class LayerCost:
     state_bytes: int
     activation_bytes: int
     gathered_bytes: int = 0
+    again_flops: int = 0
+    saved_bytes: int = 0
+    passing_bytes: int = 0
+    redone_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -99,6 +108,9 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
             state_bytes=state[layer],
             activation_bytes=(hidden if recompute else kept[layer]) + (logits if layer == last else 0),
             gathered_bytes=gathered[layer],
+            again_flops=0 if recompute else flops[layer],
+            saved_bytes=0 if recompute else kept[layer] - hidden,
+            redone_bytes=kept[layer],
         )
         for layer in range(last + 1)
     )
@@ -137,6 +149,30 @@ def balanced(
     Raises:
         ConfigError: no cut keeps every stage within the limit; gives the bytes of the best one.
     """
+    limit = inf if limit_bytes is None else limit_bytes
+    return _cut(costs, kept=kept, limit_bytes=limit, shared_by=shared_by, gathered=gathered, recompute=False)[0]
+
+
+def balanced_within(
+    costs: Sequence[LayerCost], *, kept: Sequence[int], limit_bytes: float, shared_by: int = 1, gathered: float = 0.0
+) -> tuple[tuple[range, ...], tuple[int, ...]]:
+    """The same within a limit to which stages keep by computing their first layers again, as few as it takes.
+
+    Returns:
+        The stages, and the number of layers that each computes again.
+    """
+    return _cut(costs, kept=kept, limit_bytes=limit_bytes, shared_by=shared_by, gathered=gathered, recompute=True)
+
+
+def _cut(
+    costs: Sequence[LayerCost],
+    *,
+    kept: Sequence[int],
+    limit_bytes: float,
+    shared_by: int,
+    gathered: float,
+    recompute: bool,
+) -> tuple[tuple[range, ...], tuple[int, ...]]:
     from rotorch.core.stage_cuts import Cuts, Row  # NumPy: most commands cut no stages
 
     def sums(each: Iterable[int]) -> list[int]:
@@ -146,17 +182,20 @@ def balanced(
         raise AssertionError(f"{len(costs)} layers make no {len(kept)} stages")
     row = Row(
         flops=sums(cost.flops for cost in costs),
+        again=sums(cost.again_flops for cost in costs),
         state=sums(cost.state_bytes for cost in costs),
         activations=sums(cost.activation_bytes for cost in costs),
+        saved=sums(cost.saved_bytes for cost in costs),
         gathered=sums(cost.gathered_bytes for cost in costs),
+        passing=[cost.passing_bytes for cost in costs],
+        redone=[cost.redone_bytes for cost in costs],
     )
-    cuts = Cuts(row, kept=kept, shared_by=shared_by, gathered=gathered)
-    window = cuts.fastest(largest=inf if limit_bytes is None else limit_bytes)
-    if window is None:
-        assert limit_bytes is not None
+    cuts = Cuts(row, kept=kept, shared_by=shared_by, gathered=gathered, largest=limit_bytes, recompute=recompute)
+    found = cuts.best()
+    if found is None:
         raise ConfigError(
             f"no cut of {len(costs)} layers into {len(kept)} stages keeps each within {format_bytes(limit_bytes)}: the "
-            f"best one takes {format_bytes(cuts.smallest())}. Write more memory, more ranks, a smaller micro-batch, or "
-            "recompute"
+            f"best one takes {format_bytes(cuts.smallest())}. Write more memory, more ranks, a smaller micro-batch"
+            f"{'' if recompute else ', or recompute=auto'}"
         )
-    return cuts.most_even(window, largest=cuts.smallest(window))
+    return found

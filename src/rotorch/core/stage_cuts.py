@@ -8,6 +8,11 @@
 [Note: ties]
     Operations are added as integers, so equal stages stay equal; sums of squares are rounded. Of equally good cuts
     the one is taken whose last stage begins first, then the one before it, and so on.
+
+[Note: computed again]
+    Where layers may be computed again in backward, a part that does not fit computes its first layers again, as many as
+    it takes and no more: what they keep then is less for each micro-batch, what is alive while one of them runs again
+    comes on top, and their forward is added to the part's time.
 """
 
 from __future__ import annotations
@@ -28,19 +33,44 @@ _MOST = 1 << 62
 
 @dataclass(frozen=True)
 class Row:
-    """Costs of a row of layers, each the sums up to every layer: one number more than layers, the first 0.
+    """Costs of a row of layers; sums are up to every layer: one number more than layers, the first 0.
 
     Attributes:
-        flops: operations.
-        state: bytes of what ranks of a stage share.
-        activations: bytes of one micro-batch.
-        gathered: bytes that are whole for a while.
+        flops: sums of operations.
+        again: sums of the operations of computing layers again.
+        state: sums of bytes of what ranks of a stage share.
+        activations: sums of bytes of one micro-batch.
+        saved: sums of bytes of one micro-batch that are not kept if layers are computed again.
+        gathered: sums of bytes that are whole for a while.
+        passing: per layer, bytes beside all of these at its highest moment.
+        redone: the same if it is computed again.
     """
 
     flops: Sequence[int]
+    again: Sequence[int]
     state: Sequence[int]
     activations: Sequence[int]
+    saved: Sequence[int]
     gathered: Sequence[int]
+    passing: Sequence[int]
+    redone: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """All parts of a window as one stage: arrays of the window's shape.
+
+    Attributes:
+        times: operations.
+        bytes_: of memory.
+        again: number of layers that are computed again.
+        allowed: the part exists and keeps to all limits.
+    """
+
+    times: _Numbers
+    bytes_: _Numbers
+    again: NDArray[np.int64]
+    allowed: NDArray[np.bool_]
 
 
 class Cuts:
@@ -51,74 +81,125 @@ class Cuts:
         kept: per stage, number of micro-batches whose activations it holds at a time.
         shared_by: number of ranks that share `state`.
         gathered: fraction of `gathered` that counts for a stage.
+        largest: bytes that no stage may exceed.
+        recompute: layers may be computed again to keep to that (see [Note: computed again]).
     """
 
-    def __init__(self, row: Row, *, kept: Sequence[int], shared_by: int, gathered: float) -> None:
-        self._kept = kept
+    def __init__(
+        self,
+        row: Row,
+        *,
+        kept: Sequence[int],
+        shared_by: int,
+        gathered: float,
+        largest: float = inf,
+        recompute: bool = False,
+    ) -> None:
+        self._kept, self._largest, self._recompute = kept, largest, recompute
         self._num_layers = len(row.flops) - 1
-        self._flops = np.array(row.flops, dtype=np.int64 if row.flops[-1] < _MOST else object)
-        rest = (np.array(each, dtype=np.float64) for each in (row.state, row.gathered, row.activations))
-        self._state, self._gathered, self._activations = rest
+        dtype = np.int64 if row.flops[-1] + row.again[-1] < _MOST else object
+        self._flops, self._again = (np.array(each, dtype=dtype) for each in (row.flops, row.again))
+        rest = (row.state, row.gathered, row.activations, row.saved, row.passing, row.redone)
+        arrays = [np.array(each, dtype=np.float64) for each in rest]
+        self._state, self._gathered, self._activations, self._saved, self._passing, self._redone = arrays
         self._shared_by, self._gathered_share = shared_by, gathered
 
-    def fastest(self, *, largest: float = inf) -> Window | None:
-        """The parts of all cuts whose slowest stage is as fast as can be; None if `largest` bytes forbid every cut."""
+    def best(self) -> tuple[tuple[range, ...], tuple[int, ...]] | None:
+        """The best cut, and numbers of layers that each stage computes again; None if `largest` forbids every cut.
+
+        Its slowest stage is as fast as can be; of such cuts its largest stage in memory is smallest, and of those it
+        is the most even one in time, by the sum of squares.
+        """
         each = self._flops[1:] - self._flops[:-1]
         bound = self._flops[-1] // len(self._kept) + each.max()  # some cut keeps to it, unless memory forbids
-        window = Window.of(self._flops, slowest=bound if isinf(largest) else self._flops[-1])
-        slowest = self._bottleneck(window, [window.times] * len(self._kept), largest=largest)
-        return None if slowest is None else Window.of(self._flops, slowest=slowest)
+        window = Window.of(self._flops, slowest=bound if isinf(self._largest) else self._flops[-1])
+        stages = self._stages(window)
+        slowest = self._bottleneck(window, stages, [stage.times for stage in stages])
+        if slowest is None:
+            return None
+        window = Window.of(self._flops, slowest=slowest)
+        stages = self._stages(window, slowest=slowest)
+        largest = self._bottleneck(window, stages, [stage.bytes_ for stage in stages])
+        return self._most_even(window, stages, largest=largest)
 
-    def smallest(self, window: Window | None = None) -> float:
-        """Bytes of the largest stage, of the cut in which they are fewest among those with parts in `window`."""
-        window = window or Window.of(self._flops, slowest=self._flops[-1])
-        found = self._bottleneck(window, self._memory(window), largest=inf)
-        assert found is not None
-        return float(found)
+    def smallest(self) -> float:
+        """Bytes of the largest stage, of the cut in which they are fewest, whatever time it takes."""
+        window = Window.of(self._flops, slowest=self._flops[-1])
+        sizes = [np.minimum(*self._sizes(window, number)) for number in self._kept]
+        nothing = np.zeros(sizes[0].shape, dtype=np.int64)
+        stages = [_Stage(bytes_, bytes_, nothing, window.allowed) for bytes_ in sizes]
+        return float(self._bottleneck(window, stages, sizes))
 
-    def most_even(self, window: Window, *, largest: float) -> tuple[range, ...]:
-        """The cut with the least sum of squares of times, of parts in `window` and within `largest` bytes."""
-        squares = window.times.astype(np.float64) ** 2
-        best = self._before(squares)
+    def _most_even(
+        self, window: Window, stages: Sequence[_Stage], *, largest: float
+    ) -> tuple[tuple[range, ...], tuple[int, ...]]:
+        best = self._before(np.dtype(np.float64))
         chosen: list[_Numbers] = []
-        for bytes_ in self._memory(window):
-            joined = np.where(window.allowed & (bytes_ <= largest), best[window.starts] + squares, inf)
-            first = joined.argmin(axis=1)[:, None]
-            best[1:] = np.take_along_axis(joined, first, axis=1)[:, 0]
+        for stage in stages:
+            squares = stage.times.astype(np.float64) ** 2
+            joined = np.where(stage.allowed & (stage.bytes_ <= largest), best[window.starts] + squares, inf)
+            first = joined.argmin(axis=1)
+            best[1:] = joined[np.arange(self._num_layers), first]
             best[0] = inf
-            chosen.append(np.take_along_axis(window.starts, first, axis=1)[:, 0])
+            chosen.append(first)
         parts: list[range] = []
+        again: list[int] = []
         end = self._num_layers
-        for starts in reversed(chosen):
-            start = int(starts[end - 1])
-            parts.append(range(start, end))
+        for stage, first in zip(reversed(stages), reversed(chosen), strict=True):
+            place = end - 1, first[end - 1]
+            start = int(window.starts[place])
+            parts.insert(0, range(start, end))
+            again.insert(0, int(stage.again[place]))
             end = start
-        return tuple(reversed(parts))
+        return tuple(parts), tuple(again)
 
-    def _bottleneck(self, window: Window, costs: Sequence[_Numbers], *, largest: float) -> Any:
+    def _bottleneck(self, window: Window, stages: Sequence[_Stage], costs: Sequence[_Numbers]) -> Any:
         """The least maximum of the stages' costs; None if there is no cut."""
-        nothing = _nothing(costs[0])
-        best = self._before(costs[0])
-        sizes = [None] * len(costs) if isinf(largest) else self._memory(window)
-        for cost, bytes_ in zip(costs, sizes, strict=True):
-            allowed = window.allowed if bytes_ is None else window.allowed & (bytes_ <= largest)
-            best[1:] = np.where(allowed, np.maximum(best[window.starts], cost), nothing).min(axis=1)
+        nothing = _nothing(costs[0].dtype)
+        best = self._before(costs[0].dtype)
+        for stage, cost in zip(stages, costs, strict=True):
+            best[1:] = np.where(stage.allowed, np.maximum(best[window.starts], cost), nothing).min(axis=1)
             best[0] = nothing
         return None if best[-1] == nothing else best[-1]
 
-    def _before(self, costs: _Numbers) -> _Numbers:
+    def _before(self, dtype: np.dtype[Any]) -> _Numbers:
         """The least cost up to every layer before the first stage: 0 at the beginning, elsewhere there is no cut."""
-        best = np.full(self._num_layers + 1, _nothing(costs), dtype=costs.dtype)
+        best = np.full(self._num_layers + 1, _nothing(dtype), dtype=dtype)
         best[0] = 0
         return best
 
-    def _memory(self, window: Window) -> list[_Numbers]:
-        """Bytes of each part as each stage."""
-        at_rest = window.between(self._state) / self._shared_by
-        at_rest = at_rest + self._gathered_share * window.between(self._gathered)
-        activations = window.between(self._activations)
-        by_kept = {number: at_rest + number * activations for number in set(self._kept)}
+    def _stages(self, window: Window, *, slowest: Any = None) -> list[_Stage]:
+        """The parts of a window as each stage, within the limits."""
+        by_kept = {number: self._stage(window, number, slowest=slowest) for number in set(self._kept)}
         return [by_kept[number] for number in self._kept]
+
+    def _stage(self, window: Window, kept: int, *, slowest: Any) -> _Stage:
+        bytes_, smallest = self._sizes(window, kept)
+        times, again = window.times, np.zeros(window.times.shape, dtype=np.int64)
+        if self._recompute and kept:
+            too_large = window.allowed & (bytes_ > self._largest)
+            start, length = window.starts, window.ends - window.starts
+            # By all layers it gets to `smallest`; from there back as far as the limit.
+            spare = (self._largest - smallest) / kept
+            enough = np.searchsorted(self._saved, self._saved[window.ends] - np.maximum(spare, 0.0))
+            again = np.where(too_large, np.clip(enough - start, 1, length), 0)
+            times = times + np.where(too_large, self._again[start + again] - self._again[start], 0)
+            left = kept * (self._saved[window.ends] - self._saved[start + again])
+            bytes_ = np.where(too_large, smallest + left, bytes_)
+        allowed = window.allowed & (bytes_ <= self._largest)
+        if slowest is not None:
+            allowed = allowed & (times <= slowest).astype(bool)
+        return _Stage(times, bytes_, again, allowed)
+
+    def _sizes(self, window: Window, kept: int) -> tuple[_Numbers, _Numbers]:
+        """Bytes of each part with nothing computed again, and with all of its layers, if they may be."""
+        held = window.between(self._state) / self._shared_by
+        held = held + self._gathered_share * window.between(self._gathered)
+        held = held + kept * window.between(self._activations)
+        plain = held + window.largest(self._passing)
+        if not self._recompute:
+            return plain, plain
+        return plain, held - kept * window.between(self._saved) + window.largest(self._redone)
 
 
 @dataclass(frozen=True)
@@ -151,7 +232,11 @@ class Window:
         """Returns the cost of each part, of sums up to every layer."""
         return sums[self.ends] - sums[self.starts]
 
+    def largest(self, each: _Numbers) -> _Numbers:
+        """Returns the largest of each part's layers."""
+        return np.maximum.accumulate(each[self.starts][:, ::-1], axis=1)[:, ::-1]
 
-def _nothing(costs: _Numbers) -> Any:
+
+def _nothing(dtype: np.dtype[Any]) -> Any:
     """A cost that stands for no cut."""
-    return np.iinfo(np.int64).max if costs.dtype == np.int64 else inf
+    return np.iinfo(np.int64).max if dtype == np.int64 else inf

@@ -165,6 +165,10 @@ class Strategy(BaseModel, ABC):
         """True if layers keep only their inputs for backward: by default, if a field `recompute` is "block"."""
         return bool(getattr(self, "recompute", "none") == "block")
 
+    def recomputed_layers(self, spec: ModelSpec) -> tuple[str, ...] | None:
+        """Names of the layers that keep only their inputs for backward, if `recomputes_layers`; None: all."""
+        return None
+
     @property
     def changes_the_model(self) -> str:
         """Difference of its model from the one on one process, in words; "" for every strategy that is exact.

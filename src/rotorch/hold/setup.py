@@ -92,4 +92,5 @@ class Setup:
         if self.compiled:
             compile_blocks(self.module)
         if self.strategy.recomputes_layers:
-            recompute_blocks(self.module, strategy=self.strategy.kind, contexts=self.computed_again)
+            names = self.strategy.recomputed_layers(self.spec)
+            recompute_blocks(self.module, strategy=self.strategy.kind, names=names, contexts=self.computed_again)

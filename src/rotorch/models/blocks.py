@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -74,8 +74,14 @@ Contexts = Callable[[], AbstractContextManager[None]]
 """Makes the context in which backward computes something again; each backward through a graph asks for one."""
 
 
-def recompute_blocks(module: nn.Module, *, strategy: str, contexts: Callable[[], Contexts] | None = None) -> None:
-    """Lets every repeated block keep only its inputs in forward; backward runs the block again. In place.
+def recompute_blocks(
+    module: nn.Module,
+    *,
+    strategy: str,
+    names: Collection[str] | None = None,
+    contexts: Callable[[], Contexts] | None = None,
+) -> None:
+    """Lets repeated blocks keep only their inputs in forward; backward runs them again. In place.
 
     This is `torch.utils.checkpoint`, not reentrant, around a block's forward. Hooks of the block stay outside of it:
     those of `fully_shard` gather its weights once in backward, not once more for the second forward.
@@ -83,6 +89,7 @@ def recompute_blocks(module: nn.Module, *, strategy: str, contexts: Callable[[],
     Args:
         module: the model.
         strategy: kind of the strategy that asks, for the error.
+        names: of the blocks; None: all.
         contexts: called in every forward of a block, where a second forward needs more than its inputs.
 
     Raises:
@@ -93,7 +100,7 @@ def recompute_blocks(module: nn.Module, *, strategy: str, contexts: Callable[[],
         raise ConfigError(
             f"{strategy}: recompute=block: {type(module).__name__} has no nn.ModuleList of blocks. Write recompute=none"
         )
-    for block in blocks:
+    for block in blocks if names is None else map(module.get_submodule, names):
         recompute(block, contexts=contexts)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import ByteSize, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.stage_balance import balanced, layer_costs
+from rotorch.core.stage_balance import LayerCost, balanced, balanced_within, layer_costs
 from rotorch.core.stages import (
     check_stages,
     of_stages,
@@ -37,7 +37,9 @@ class StageStrategy(Strategy):
         layers: number of layers of each stage, in order, written `3-5-4`; left out: numbers that make the slowest stage
             as fast as possible (core/stage_balance.py).
         rank_memory: limit of a rank's memory, written `2GiB`: layers are distributed within it, by the batch of a run.
-        recompute: computed again in backward: nothing, or every layer from its inputs (activation checkpointing).
+        recompute: layers that are computed again in backward from their inputs (activation checkpointing): `none`, all
+            (`block`), numbers of each stage's first layers, in order, written `2-1-0-0`, or `auto`: as few as
+            `rank_memory` takes.
     """
 
     cuts_weights: ClassVar[bool] = True
@@ -49,7 +51,62 @@ class StageStrategy(Strategy):
     unit: PositiveInt | None = None
     layers: str | None = None
     rank_memory: str | None = None
-    recompute: Literal["none", "block"] = "none"
+    recompute: str = "none"
+
+    @model_validator(mode="after")
+    def _recompute_is_known(self) -> Self:
+        told = f"{self.kind}: recompute={self.recompute}"
+        if self.recompute in ("none", "block"):
+            return self
+        if self.recompute == "auto":
+            if self.rank_memory is None:
+                raise ConfigError(
+                    f"{told}: as few layers are computed again as a limit of memory takes, and there is none. Write "
+                    "rank_memory=2GiB beside it, or recompute=block"
+                )
+            return self
+        if not re.fullmatch(r"[0-9]+(-[0-9]+)*", self.recompute):
+            raise ConfigError(
+                f"{told}: no layers that are computed again. Write none, block, auto, or a number of layers for each "
+                "stage, for example recompute=2-1-0-0"
+            )
+        if len(self._recompute_counts) != self.num_stages:
+            raise ConfigError(
+                f"{told} are {len(self._recompute_counts)} stages, but there are {self.num_stages} (ranks times "
+                f"chunks). Write {self.num_stages} numbers"
+            )
+        if self.rank_memory is not None:
+            raise ConfigError(
+                f"{told} counts layers of stages, and rank_memory={self.rank_memory} decides what these are. Write "
+                "recompute=auto, or layers=... in the place of rank_memory"
+            )
+        return self
+
+    @property
+    def _recompute_counts(self) -> list[int]:
+        return [int(number) for number in self.recompute.split("-")]
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """True if some layers keep only their inputs for backward."""
+        return self.recompute == "block" or self.recomputes_some
+
+    @property
+    def recomputes_some(self) -> bool:
+        """True if `recompute` has numbers of layers, and not all of them are 0."""
+        return self.recompute not in ("none", "block", "auto") and any(self._recompute_counts)
+
+    def recomputed(self, stage: int, *, part: range) -> range:
+        """The layers of a stage that are computed again in backward; `part` are all of its layers."""
+        if self.recompute == "block":
+            return part
+        return part[: self._recompute_counts[stage]] if self.recomputes_some else part[:0]
+
+    def recomputed_layers(self, spec: ModelSpec) -> tuple[str, ...] | None:
+        if not self.recomputes_some:
+            return None
+        parts = enumerate(self.parts_of(spec))
+        return tuple(spec.order.layers[n] for stage, part in parts for n in self.recomputed(stage, part=part))
 
     @model_validator(mode="after")
     def _layers_are_numbers(self) -> Self:
@@ -160,7 +217,7 @@ class StageStrategy(Strategy):
                 most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
 
-    def best_layers(
+    def balanced(
         self,
         spec: ModelSpec,
         *,
@@ -168,8 +225,9 @@ class StageStrategy(Strategy):
         num_micro_batches: int,
         limit_bytes: float | None = None,
         inside: Sequence[Strategy] = (),
-    ) -> str:
-        """The best number of layers of each stage for a batch, as text for `layers` (core/stage_balance.py).
+        costs: Sequence[LayerCost] | None = None,
+    ) -> Self:
+        """The same strategy with the best numbers of layers for a batch written out (core/stage_balance.py).
 
         Args:
             spec: the model.
@@ -178,20 +236,32 @@ class StageStrategy(Strategy):
             limit_bytes: of a rank's memory, with gradients, AdamW and activations; each of its chunks gets an equal
                 part of it. None: no limit.
             inside: the strategies that hold the stages, outermost first; none: this one does.
+            costs: of the layers; by default estimates.
 
         Raises:
             ConfigError: the model cannot be cut, or no cut keeps to the limit.
         """
         self._check_layers(spec)
         holding = tuple(inside) or (self,)
-        parts = balanced(
-            layer_costs(spec, batch=batch, recompute=any(strategy.recomputes_layers for strategy in holding)),
-            kept=self.kept_by_stages(num_micro_batches),
-            limit_bytes=None if limit_bytes is None else limit_bytes / self.num_chunks,
-            shared_by=self.ranks_per_stage * prod(strategy.num_ranks for strategy in inside if strategy.cuts_weights),
-            gathered=self._gathered(holding),
-        )
-        return "-".join(str(len(part)) for part in parts)
+        if costs is None:
+            again = any(strategy.recomputes_layers for strategy in holding)
+            costs = layer_costs(spec, batch=batch, recompute=again)
+        how: dict[str, Any] = {
+            "kept": self.kept_by_stages(num_micro_batches),
+            "shared_by": self.ranks_per_stage
+            * prod(strategy.num_ranks for strategy in inside if strategy.cuts_weights),
+            "gathered": self._gathered(holding),
+        }
+        limit = None if limit_bytes is None else limit_bytes / self.num_chunks
+        recompute = self.recompute
+        if recompute == "auto":
+            assert limit is not None
+            parts, numbers = balanced_within(costs, limit_bytes=limit, **how)
+            recompute = "-".join(map(str, numbers)) if any(numbers) else "none"
+        else:
+            parts = balanced(costs, limit_bytes=limit, **how)
+        layers = "-".join(str(len(part)) for part in parts)
+        return self.model_copy(update={"layers": layers, "recompute": recompute, "rank_memory": None})
 
     def _gathered(self, holding: Sequence[Strategy]) -> float:
         """Fraction of a rank's stages that is there while a stage is gathered, of several one at a time."""
@@ -201,22 +271,28 @@ class StageStrategy(Strategy):
         return 1 / (self.num_chunks * prod(strategy.num_ranks for strategy in holding[gathers + 1 :]))
 
     def for_batch(
-        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inside: Sequence[Strategy] = ()
+        self,
+        spec: ModelSpec,
+        *,
+        batch: MicroBatch,
+        num_micro_batches: int,
+        inside: Sequence[Strategy] = (),
+        costs: Callable[[], Sequence[LayerCost] | None] | None = None,
     ) -> Self:
         if self.rank_memory is None:
             return self
         try:
-            layers = self.best_layers(
+            return self.balanced(
                 spec,
                 batch=batch,
                 num_micro_batches=num_micro_batches,
                 limit_bytes=self._rank_memory_bytes,
                 inside=inside,
+                costs=None if costs is None else costs(),
             )
         except ConfigError as error:
             told = str(error)
             raise ConfigError(told if told.startswith(str(self)) else f"{self}: {told}") from None
-        return self.model_copy(update={"layers": layers, "rank_memory": None})
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         self.check(spec)
@@ -258,6 +334,13 @@ class StageStrategy(Strategy):
                 f"{self}: {sum(self._layer_counts)} layers over {spec.name}, which has {there}. Write numbers that add "
                 f"up to {there}, or leave layers out"
             )
+        if self.recomputes_some:
+            for stage, part in enumerate(self.parts_of(spec)):
+                if (number := self._recompute_counts[stage]) > len(part):
+                    raise ConfigError(
+                        f"{self}: recompute={self.recompute} computes {number} layers of stage {stage} again, which "
+                        f"has {len(part)} of {there}. Write at most {len(part)}"
+                    )
 
     def check_around(self, inner: Strategy) -> None:
         if getattr(inner, "memory", None) is not None:

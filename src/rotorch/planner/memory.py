@@ -1,7 +1,7 @@
 """Peak bytes of a rank: memory at rest (`memory_at_rest.py`), and memory of passes, by traced layers.
 
 [Note: what is traced]
-    No formula gives the bytes that autograd saves: `bench/traced_memory.py` runs a shallow copy of the model on fake
+    No formula gives the bytes that autograd saves: `traced/passes.py` runs a shallow copy of the model on fake
     tensors, and counts them. For each class of equal layers it separates tensors as wide as the residual stream,
     tensors of a layer's interior, which tensor parallelism cuts, inputs of a layer, and tensors around the layers. Each
     has a part that does not depend on the batch (weights cast for autocast) and a part per row.
@@ -164,7 +164,7 @@ def cuts_of(strategy: Strategy) -> Cuts:
     return Cuts()
 
 
-def memory_of(
+def peaks(
     model: FoldedModel,
     traced: Traced,
     *,
@@ -175,8 +175,8 @@ def memory_of(
     parts: Sequence[range] = (),
     cut: FoldedModel | None = None,
     held: FoldedModel | None = None,
-) -> Memory:
-    """Peak of the rank that holds most.
+) -> tuple[Memory, ...]:
+    """Peaks of ranks.
 
     Args:
         model: folded.
@@ -203,7 +203,7 @@ def memory_of(
         keys=tuple(map(sum, keys)), attending=tuple(max(each, default=0.0) for each in attending),
         visits_by_name={} if cut is None else cut.visits_by_name,
     )  # fmt: skip
-    return max((passes.peak(rank) for rank in ranks), key=lambda memory: memory.total_bytes)
+    return tuple(map(passes.peak, ranks))
 
 
 def _in_flight(stages: StageStrategy, accumulation: int) -> tuple[int, ...]:
@@ -311,7 +311,7 @@ class _Passes:
         early = gradients if has_own else 0.0
         layers = range(len(self.traced.layers))  # none if the model does not say what its layers are
         given = max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in self.traced.layers), default=0.0)
-        inside = max(map(self._whole, layers), default=0.0) if self.again else 0.0
+        inside = max(map(self._whole, self._redone(rank)), default=0.0)
         temporaries = inside
         if not self.by_units:  # else one unit at a time
             passing = self._passing(rank, has_head=has_head)
@@ -490,7 +490,7 @@ class _Passes:
         kept, has_head = 0.0, False
         for stage in rank.stages or (0,):
             part = self.parts[stage] if stages is not None else range(self.model.num_layers)
-            here = sum(count * self._of_layer(number) for number, count in self.model.counts_of(part).items())
+            here = self._of_part(stage, part)
             last = stages is None or stage == stages.num_stages - 1
             outside = self.traced.outside.of(self.rows, cut=self.cuts.outside) if last or stage == 0 else 0.0
             if last and self.by_units and any(unit.kind is UnitKind.REPLICATED for unit in self.model.after):
@@ -508,7 +508,28 @@ class _Passes:
             return layer.given.of(self.rows) * (2 if self.again else 3)
         if self.again:
             return layer.given.of(self.rows, cut=self.cuts.stream)
-        return self._all_of(layer, cut=self.cuts.interior, times=self.visits_in(number)) + keys
+        return self._all_kept(number)
+
+    def _all_kept(self, number: int) -> float:
+        """A layer of which nothing is computed again."""
+        layer = self.traced.layers[number]
+        return self._all_of(layer, cut=self.cuts.interior, times=self.visits_in(number)) + self.keys[number]
+
+    def _of_part(self, stage: int, part: range) -> float:
+        """The layers of a stage, or of the whole model."""
+        alike, others = part, part[:0]
+        if self.stages is not None and self.stages.recomputes_some:
+            alike = self.stages.recomputed(stage, part=part)
+            others = range(alike.stop, part.stop)
+        found = sum(count * self._of_layer(number) for number, count in self.model.counts_of(alike).items())
+        return found + sum(count * self._all_kept(number) for number, count in self.model.counts_of(others).items())
+
+    def _redone(self, rank: FixedMemory) -> Iterable[int]:
+        """Classes of the layers that a rank computes again."""
+        if self.stages is None or not self.stages.recomputes_some:
+            return range(len(self.traced.layers)) if self.again else ()
+        again = (self.stages.recomputed(stage, part=self.parts[stage]) for stage in rank.stages)
+        return {number for part in again for number in self.model.counts_of(part)}
 
     def _whole(self, number: int) -> float:
         """A layer whose interior is there again, a slice at a time where units are computed in slices."""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -13,11 +14,19 @@ from rotorch.pipelining.lower import lower
 from rotorch.pipelining.makespan import Makespan
 from rotorch.pipelining.simulate import Link, StageCosts
 from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.planner.workload import FoldedModel
 
 
 def without_layers(stages: StageStrategy) -> StageStrategy:
     """Returns the strategy with defaults for all options that do not change its table."""
     return stages.model_copy(update={"layers": None, "rank_memory": None, "recompute": "none"})
+
+
+def layers_passed(model: FoldedModel, stages: StageStrategy, *, stage: int, part: range) -> Counter[int]:
+    """Counts a stage's layers by class; where some are computed again, these have classes of their own, behind all."""
+    again = stages.recomputed(stage, part=part) if stages.recomputes_some else part[:0]
+    others = model.counts_of(range(again.stop, part.stop))
+    return others + Counter({len(model.classes) + n: count for n, count in model.counts_of(again).items()})
 
 
 def pipeline_s(

@@ -47,7 +47,7 @@ class Prediction:
 
     @property
     def ledger(self) -> dict[str, int | None]:
-        """Bytes by category of `tensor_memory.py`; None where there is no formula.
+        """Bytes by category of `traced/live_storages.py`; None where there is no formula.
 
         What autograd saves, and how much of the logits exists at the highest moment of a step, depends on the model's
         code: a formula would be a guess.

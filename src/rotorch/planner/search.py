@@ -31,8 +31,9 @@ from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
-from rotorch.planner.memory import Memory, Traced, memory_of
-from rotorch.planner.memory_at_rest import FixedMemory, at_rest
+from rotorch.planner.held_model import HeldModel, with_transport
+from rotorch.planner.memory import Memory, Traced
+from rotorch.planner.memory_at_rest import at_rest
 from rotorch.planner.speeds import Speeds
 from rotorch.planner.step_time import Planned, StepTime, step_time_if
 from rotorch.planner.workload import FoldedModel, Numerics, fold
@@ -202,11 +203,12 @@ class _Candidate:
     """A layout that can hold the model, with what does not depend on the batch."""
 
     text: str
-    strategies: tuple[Strategy, ...]
-    ranks: tuple[FixedMemory, ...]
-    parts: tuple[range, ...]
-    model: FoldedModel
+    held: HeldModel
     task: Task
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return self.held.strategies
 
 
 class _Search:
@@ -315,7 +317,7 @@ class _Search:
         most = sum(whole.by_category[name] for name in _HELD)
         for kind in ("rtp", "fsdp"):
             for plan in _fastest(plans, kind=kind):
-                (held,) = self.candidate(plan.parallel).ranks
+                (held,) = self.candidate(plan.parallel).held.ranks
                 least = sum(held.by_category[name] for name in _HELD)
                 spare = self.task.budget_bytes - plan.memory.total_bytes
                 budgets = [int(least + share * spare) for share in SPARE_SHARES]
@@ -334,14 +336,8 @@ class _Search:
         strategies = tuple(self._with_layers(strategy) for strategy in strategies)
         for strategy in strategies:
             self._check(strategy, task)
-        stages = next((s for s in strategies if isinstance(s, StageStrategy)), None)
-        inner = strategies[-1]
-        if getattr(inner, "memory", None) is not None:  # chosen over all layers, which are then no longer equal
-            model = fold(inner.units_of(task.spec)).short()
-        else:
-            model = task.model if inner is stages else task.model.under(*sharing(strategies), inner)
-        parts = stages.parts_of(task.spec) if stages is not None else ()
-        return _Candidate(text, strategies, at_rest(model, strategies=strategies, parts=parts), parts, model, task)
+        held = HeldModel.of(task.spec, folded=task.folded, short=task.model, strategies=strategies)
+        return _Candidate(text, held, task)
 
     def _of_sharing(self, num_ranks: int) -> Task:
         """The task as ranks have it so many of which share a sequence; asked for only where a layout needs it."""
@@ -403,17 +399,8 @@ class _Search:
 
     def memory(self, candidate: _Candidate, rows: int, accumulation: int) -> Memory:
         """Returns the memory of the rank that holds most."""
-        return memory_of(
-            candidate.task.folded,
-            candidate.task.traced,
-            ranks=candidate.ranks,
-            strategies=candidate.strategies,
-            batch=self._micro_batch(rows),
-            accumulation=accumulation,
-            parts=candidate.parts,
-            cut=candidate.model if with_visits(candidate.strategies) is not None else None,
-            held=candidate.model if getattr(candidate.strategies[-1], "transport", "") == "shared_memory" else None,
-        )
+        found = candidate.held.peaks(candidate.task.traced, batch=self._micro_batch(rows), accumulation=accumulation)
+        return max(found, key=lambda memory: memory.total_bytes)
 
     def time(self, candidate: _Candidate, rows: int, accumulation: int, *, less_than: float = inf) -> StepTime | None:
         """Predicts the time of a step; None if a bound shows that it is more than `less_than` seconds."""
@@ -421,13 +408,13 @@ class _Search:
         computes_again = any(s.recomputes_layers for s in (*sharing(strategies), strategies[-1]))
         again = computes_again or bool(getattr(with_visits(strategies), "recomputes_units", False))
         plan = Planned(
-            model=candidate.model,
+            model=candidate.held.model,
             strategies=candidate.strategies,
             batch=self._micro_batch(rows),
             accumulation=accumulation,
             speeds=self.task.speeds,
             numerics=Numerics(recompute=again),
-            parts=candidate.parts,
+            parts=candidate.held.parts,
         )
         return step_time_if(plan, worth=lambda least_s: least_s <= less_than)
 
@@ -479,14 +466,7 @@ def judged(task: Task, text: str, *, rows: int, accumulation: int) -> Plan:
 def _on_device(strategy: Strategy, cluster: Cluster, *, reach: int) -> Strategy:
     """The strategy as it is on the cluster's devices; resolves `transport=auto` for `reach` ranks side by side."""
     device = cluster.device.type
-    strategy = strategy.on_device(device)
-    if getattr(strategy, "transport", None) != "auto":
-        return strategy
-    if device == "cpu":
-        return strategy.model_copy(update={"transport": "shared_memory"})
-    if strategy.slices_visit and strategy.num_ranks > 1 and reach <= cluster.devices_per_node:
-        return strategy.model_copy(update={"transport": "symmetric_memory"})
-    return strategy
+    return with_transport(strategy.on_device(device), device=device, reach=reach, per_host=cluster.devices_per_node)
 
 
 def _pipeline(parallel: str) -> str:

@@ -31,7 +31,7 @@ from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, 
 from rotorch.pipelining.simulate import Link, StageCosts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.lanes import Lane, Lanes
-from rotorch.planner.pipeline_time import pipeline_s, without_layers
+from rotorch.planner.pipeline_time import layers_passed, pipeline_s, without_layers
 from rotorch.planner.prediction import unit_layout
 from rotorch.planner.shared_tokens import attention_passes, own_tokens, slowest_exchange
 from rotorch.planner.speeds import Group, Speeds, Work
@@ -233,7 +233,9 @@ class _Step:
         gathering = any(strategy.gathers_weights for strategy in (*sharing(plan.strategies), plan.inner))
         self.at_once = plan.stages is not None and gathering  # a stage is gathered whole
         model = plan.model
-        self.layers = [self._layer(layer) for layer in model.classes]
+        self.layers = [self._layer(layer, again=plan.numerics.recompute) for layer in model.classes]
+        if plan.stages is not None and plan.stages.recomputes_some:  # (see `layers_passed`)
+            self.layers = [*(self._layer(layer, again=False) for layer in model.classes), *self.layers]
         self.ends = self._ends_of_layers([unit for layer in model.classes for unit in layer.units])
         batch, cutting = plan.own, self.cutting
         self.before = self._outside(model.before, embedding_passes(model, batch=batch, cutting=cutting))
@@ -244,7 +246,7 @@ class _Step:
         self._ends: dict[tuple[tuple[tuple[int, int], ...], bool, bool], tuple[float, float]] = {}
         """Of stages that are alike: seconds of their sums and of their optimizer."""
 
-    def _layer(self, layer: LayerClass) -> list[_UnitTime]:
+    def _layer(self, layer: LayerClass, *, again: bool) -> list[_UnitTime]:
         plan, shares = self.plan, self.plan.sequence_ranks.num_ranks > 1
         attention = None
         if shares and plan.model.attention_width:
@@ -259,8 +261,8 @@ class _Step:
         )
         # Slices that visit are computed again, but not those of an attention of which all heads are there at once.
         stays = shares and getattr(plan.ring, "recomputes_units", False)
-        again = [plan.numerics.recompute and not (stays and unit.kind is UnitKind.WEIGHT) for unit in layer.units]
-        each = zip(layer.units, passes, again, strict=True)
+        redone = [again and not (stays and unit.kind is UnitKind.WEIGHT) for unit in layer.units]
+        each = zip(layer.units, passes, redone, strict=True)
         return [self._part([without_ends(unit)], p, recomputes=recomputes) for unit, p, recomputes in each]
 
     def _ends_of_layers(self, units: Sequence[Unit]) -> list[_UnitTime]:
@@ -516,9 +518,10 @@ class _Step:
         for number, part in enumerate(parts):
             counts = plan.model.counts_of(part)
             first, last = number == 0, number == len(parts) - 1
-            key = (tuple(sorted(counts.items())), first, last)
+            passing = layers_passed(plan.model, stages, stage=number, part=part)
+            key = (tuple(sorted(passing.items())), first, last)
             if key not in cache:
-                cache[key] = self.one_pass(counts, before=first, after=last)
+                cache[key] = self.one_pass(passing, before=first, after=last)
             passes.append(cache[key])
             gathers.append(self._gathered(counts, before=first, after=last) if self.at_once else (0.0, 0.0))
         group = plan.group_of[stages.stage_axis]

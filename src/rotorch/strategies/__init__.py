@@ -7,16 +7,19 @@ Grammar: `kind=size` joined by commas, outermost (slowest links) first; options 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, combinations, pairwise
+from typing import Any
 
 from pydantic import ValidationError
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.shared_context import SequenceRanks
 from rotorch.core.spec import ModelSpec
+from rotorch.core.stage_balance import LayerCost
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.strategies.atp.plan import ATP
 from rotorch.strategies.ddp.plan import DDP
 from rotorch.strategies.fsdp.plan import FSDP
@@ -145,7 +148,12 @@ def check_composition(strategies: Sequence[Strategy]) -> None:
 
 
 def for_batch(
-    strategies: Sequence[Strategy], spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int
+    strategies: Sequence[Strategy],
+    spec: ModelSpec,
+    *,
+    batch: MicroBatch,
+    num_micro_batches: int,
+    costs: Callable[[], Sequence[LayerCost] | None] | None = None,
 ) -> tuple[Strategy, ...]:
     """The same strategies for a run's batch: `pp=2[rank_memory=2GiB]` becomes `pp=2[layers=3-5]`.
 
@@ -154,14 +162,18 @@ def for_batch(
         spec: the model.
         batch: one micro-batch of one rank.
         num_micro_batches: of a step.
+        costs: gives those of the model's layers, if an option asks for it; None: they are estimated.
 
     Raises:
         ConfigError: options ask for a step that this batch does not allow.
     """
-    return tuple(
-        strategy.for_batch(spec, batch=batch, num_micro_batches=num_micro_batches, inside=strategies[number + 1 :])
-        for number, strategy in enumerate(strategies)
-    )
+    found = []
+    for number, strategy in enumerate(strategies):
+        how: dict[str, Any] = {"batch": batch, "num_micro_batches": num_micro_batches}
+        if isinstance(strategy, StageStrategy):
+            how["costs"] = costs
+        found.append(strategy.for_batch(spec, inside=strategies[number + 1 :], **how))
+    return tuple(found)
 
 
 def as_they_run(

@@ -1,4 +1,9 @@
-"""Bytes that each rank of a run would read and hold, by the Layouts' formulas, against its memory. Starts nothing.
+"""Bytes that each rank of a run would read and hold, against its memory. Starts nothing.
+
+[Note: counted and by formulas]
+    At rest, and in buffers, ranks hold what the Layouts' formulas say. What passes keep is counted on fake tensors
+    (`counted_memory`), and a rank's highest moment found: not everything is there at once in it. Where passes cannot be
+    counted, formulas are all that there is.
 
 [Note: what a resume reads]
     Every file is read once, by one of the ranks, to check its digest. Then each rank reads its chunks of the
@@ -9,6 +14,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,16 +22,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.core.stage_balance import layer_costs
 from rotorch.mesh import device_type
 from rotorch.models.decay import num_decayed_parameters
 from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.planner.memory import Memory
 from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.process.host_memory import address_space_left_bytes, available_bytes
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint.manifest import BUFFER, MODEL, OPTIMIZER, Manifest
+from rotorch.train.checks.counted_memory import Counted
 from rotorch.train.checks.preflight import CheckedRun, micro_batch_of
 from rotorch.train.module import make_module
 from rotorch.train.state import WEIGHT, rng_name
@@ -41,6 +50,7 @@ class RankPlan:
         reads_bytes: read into tensors.
         weights_bytes, gradients_bytes, optimizer_bytes: held at rest.
         passes_bytes: buffers and gathered weights in a pass, at most.
+        activations_bytes: beyond these four at the highest moment of a step; None if that was not counted.
         copies_bytes: of what is saved while training goes on (`train.async_save`), in host memory; at most, since
             of ranks that hold the same each copies its share.
     """
@@ -52,18 +62,28 @@ class RankPlan:
     gradients_bytes: int
     optimizer_bytes: int
     passes_bytes: int
+    activations_bytes: int | None
     copies_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes on the device except activations and temporaries, for which there is no formula."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.passes_bytes
+        """Bytes on the device; without activations and temporaries if these were not counted."""
+        by_formulas = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.passes_bytes
+        return by_formulas + (self.activations_bytes or 0)
+
+    @property
+    def in_pass_bytes(self) -> int:
+        """Bytes beyond those at rest, as far as they were counted."""
+        return self.passes_bytes + (self.activations_bytes or 0)
 
     @property
     def host_bytes(self) -> int:
         """Host memory of the rank if it trains on the CPU."""
         return self.needed_bytes + self.copies_bytes
 
+
+_SUMS = ("needed_bytes", "in_pass_bytes", "host_bytes")
+"""Of a plan's bytes, in the record of a dry run."""
 
 _EXACT = {"adamw", "lion", "sgd"}
 """Names of optimizers whose state has a formula."""
@@ -73,8 +93,12 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
     """Computes the bytes that the ranks of a checked run would read and hold; returns plain JSON values."""
     predictions = predict_ranks(run.spec, strategies=run.strategies_in_passes)
     read = None if run.resume is None else _Reading(run, run.resume.manifest)
-    ranks = [_plan(run, found, read, rank=rank) for rank, found in enumerate(predictions)]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
+    counted, not_counted = _counted(run, per_host=local)
+    ranks = [
+        _plan(run, found, read, highest, rank=rank)
+        for rank, (found, highest) in enumerate(zip(predictions, counted, strict=True))
+    ]
     on_gpus = device_type(run.config.train.device) == "cuda"
     on_host = [plan.copies_bytes if on_gpus else plan.host_bytes for plan in ranks]
     together = max(sum(on_host[first : first + local]) for first in range(0, len(ranks), local))
@@ -95,11 +119,29 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
         "resume": None if run.resume is None else str(run.resume.checkpoint),
         "step": 0 if run.resume is None else run.resume.manifest.step,
         "stages": _stages(run),
-        "ranks": [{**asdict(plan), "needed_bytes": plan.needed_bytes, "host_bytes": plan.host_bytes} for plan in ranks],
+        "highest": [None if each is None else _rounded(each) for each in counted],
+        "not_counted": not_counted,
+        "ranks": [{**asdict(plan), **{name: getattr(plan, name) for name in _SUMS}} for plan in ranks],
         "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
         "optimizer_at_least": run.config.optimizer.name not in _EXACT,
         "fits": all(needed <= there for _, needed, there in limits),
     }
+
+
+def _counted(run: CheckedRun, *, per_host: int) -> tuple[Sequence[Memory | None], str]:
+    """Memory of each rank at its highest moment; or nothing, and why not."""
+    config, nothing = run.config, [None] * run.num_ranks
+    if config.train.compile:
+        return nothing, "compiled passes keep other tensors"
+    if config.data.kind == "preferences":
+        return nothing, "the loss of preferences keeps other tensors"
+    batch, precision = micro_batch_of(config), config.train.precision
+    passes = Counted(run.model_config, run.spec, run.strategies_in_passes, batch, precision, config.lora)
+    device = device_type(config.train.device)
+    try:
+        return passes.memory(accumulation=run.sizes.accumulation, device=device, per_host=per_host), ""
+    except ConfigError as error:
+        return nothing, str(error)
 
 
 def _stages(run: CheckedRun) -> dict[str, Any] | None:
@@ -115,11 +157,21 @@ def _stages(run: CheckedRun) -> dict[str, Any] | None:
     return None
 
 
-def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, *, rank: int) -> RankPlan:
+def _rounded(memory: Memory) -> dict[str, int]:
+    """Bytes by category, of those that have any."""
+    return {name: round(num_bytes) for name, num_bytes in memory.by_category.items() if round(num_bytes)}
+
+
+def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, highest: Memory | None, *, rank: int) -> RankPlan:
     ledger, settings = found.ledger, run.config.optimizer
     optimizer_bytes = ledger["optimizer"] or 0  # AdamW's
     if settings.name != "adamw":
         optimizer_bytes = settings.least_moments * found.trained_bytes
+    activations = None
+    if highest is not None:  # AdamW's optimizer is in it
+        by_formulas = found.weights_bytes + found.padding_bytes + found.copies_bytes + found.trained_bytes
+        rest = highest.total_bytes - highest.by_category["optimizer"]
+        activations = max(0, round(rest) - by_formulas - found.transient_bytes)
     checks, reads = (0, 0) if read is None else (read.checks_bytes(rank), read.reads_bytes(found, rank=rank))
     return RankPlan(
         rank=rank,
@@ -129,6 +181,7 @@ def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, *, rank: in
         gradients_bytes=ledger["gradients"] or 0,
         optimizer_bytes=optimizer_bytes,
         passes_bytes=found.transient_bytes,
+        activations_bytes=activations,
         copies_bytes=found.weights_bytes + found.padding_bytes + optimizer_bytes if run.config.train.async_save else 0,
     )
 
@@ -174,7 +227,7 @@ def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
         "weights": "weights_bytes",
         "gradients": "gradients_bytes",
         "optimizer": "optimizer_bytes",
-        "in a pass": "passes_bytes",
+        "in a pass": "in_pass_bytes",
         "copy to save": "copies_bytes",
         "together": "host_bytes",
     }
@@ -204,5 +257,11 @@ def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
         )
     if found["optimizer_at_least"]:
         console.print("optimizer: at least so much; there is a formula for adamw, lion and sgd only")
-    console.print("not counted: activations and temporaries, for which there is no formula")
+    if found["not_counted"]:
+        why = found["not_counted"]
+        console.print(f"not counted: activations and temporaries: {why}", markup=False, highlight=False)
+    else:
+        most = max(range(len(found["highest"])), key=lambda rank: sum(found["highest"][rank].values()))
+        parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in found["highest"][most].items())
+        console.print(f"at the highest moment of a step rank {most} has {parts}", markup=False, highlight=False)
     console.print("nothing was started")

@@ -16,6 +16,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision, copies_itemsize, dtype_of_passes, itemsize_of_passes
 from rotorch.core.small_files import read_small
 from rotorch.core.spec import ModelSpec
+from rotorch.core.stage_balance import LayerCost
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.models.held_warnings import held_warnings
@@ -480,7 +481,13 @@ def check_model(
         tokens=cuts_tokens(strategies),
         context=cuts_context(strategies),
     ).with_copies(copies_itemsize(precision))
-    strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches)
+
+    def counted() -> Sequence[LayerCost] | None:  # a second or two: for options that ask for it
+        from rotorch.train.checks.counted_memory import Counted
+
+        return Counted(model_config, spec, tuple(strategies), batch, precision, lora).layer_costs()
+
+    strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches, costs=counted)
     for strategy in strategies:
         strategy.check(spec)
     if init != "random":

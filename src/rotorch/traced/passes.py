@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +26,6 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from rotorch._torch_private import ASKS_FOR_VALUES, fake_tensors, storage_key
-from rotorch.bench.tensor_memory import GRADIENTS, LOGITS, OTHER, WEIGHTS, LiveStorages, tensors_in
-from rotorch.bench.traced_attention import attentions_alone
-from rotorch.bench.weight_copies import WeightCopies
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
@@ -42,12 +39,21 @@ from rotorch.planner.workload import FoldedModel, fold
 from rotorch.process.forking import start_autograd
 from rotorch.shard.materialize import on_meta
 from rotorch.shard.storages import all_tensors
+from rotorch.traced.attention import attentions_alone
+from rotorch.traced.live_storages import GRADIENTS, LOGITS, OTHER, WEIGHTS, LiveStorages, tensors_in
+from rotorch.traced.weight_copies import WeightCopies
 
 _ROWS = (1, 2)
 
 
 def trace_memory(
-    model_config: Any, model: FoldedModel, *, tokens: int, precision: Precision, shared: Set[type] | None = None
+    model_config: Any,
+    model: FoldedModel,
+    *,
+    tokens: int,
+    precision: Precision,
+    shared: Set[type] | None = None,
+    make: Callable[[Any], nn.Module] = causal_lm,
 ) -> Traced:
     """Traces one forward and backward of a causal language model.
 
@@ -58,11 +64,12 @@ def trace_memory(
         precision: of passes.
         shared: of a part: classes of its attentions, which keep queries only; what else they would keep is told
             apart (`TracedLayer.attentions`).
+        make: makes the module of a configuration.
     """
     start_autograd()  # else fake tensors make it start threads, and no rank could be forked from here any more
-    firsts = [model.pattern.index(number) for number in range(len(model.classes))]
-    shown = max(firsts, default=0) + 1
-    names = [model.spec.order.layers[place] for place in firsts]
+    shows = [_shown_by(model, number) for number in range(len(model.classes))]
+    shown = max(shows, default=0) + 1
+    names = [model.spec.order.layers[place] for place in shows]
     every = list(model.spec.order.layers[:shown])
     units = [u.name for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE]
     experts = [u for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE and _has_experts(u)]
@@ -70,8 +77,9 @@ def trace_memory(
     attentions: dict[str, list[TracedAttention]] = {}
     parts = None if shared is None else _Parts(shared, attentions)
     trace = partial(
-        _trace, config, every, units, [u.name for u in experts], tokens=tokens, precision=precision, parts=parts
-    )
+        _trace, partial(make, config), every, units, [u.name for u in experts],
+        columns=config.get_text_config().vocab_size, tokens=tokens, precision=precision, parts=parts,
+    )  # fmt: skip
     try:
         (one, ends), (two, other_ends) = (trace(rows=rows) for rows in _ROWS)
         # Of a part p that every slice keeps whole and a rest r, half of the weights keep p + r / 2.
@@ -126,6 +134,18 @@ def traced_parts(model_config: Any, *, tokens: int, num_ranks: int, precision: P
     return spec, trace_memory(
         model_config, fold(spec), tokens=own, precision=precision, shared=try_shared(module).attentions
     )
+
+
+def _shown_by(model: FoldedModel, number: int) -> int:
+    """The layer that represents a class: its first one, or the second where the very first keeps less than others.
+
+    What a frozen embedding gives has no gradient, so the first layer of a model with adapters need not keep it.
+    """
+    first = model.pattern.index(number)
+    learns = all(weight.trained for unit in model.before for weight in unit.weights)
+    if first or learns or model.pattern.count(number) == 1:
+        return first
+    return model.pattern.index(number, 1)
 
 
 def _has_experts(unit: Unit) -> bool:
@@ -224,7 +244,7 @@ class _Backwards:
             if hidden.requires_grad:
                 hidden.register_hook(begins)
 
-        for weight in layer.parameters():
+        for weight in filter(_is_trained, layer.parameters()):
             weight.register_post_accumulate_grad_hook(made)
         layer.register_forward_pre_hook(given, with_kwargs=True)
         layer.register_forward_hook(gave)
@@ -308,26 +328,29 @@ class _Saved:
 
 
 def _trace(
-    config: Any,
+    make: Callable[[], nn.Module],
     names: list[str],
     units: list[str],
     experts: Sequence[str] = (),
     *,
+    columns: int,
     rows: int,
     tokens: int,
     precision: Precision,
     parts: _Parts | None,
     halves: Sequence[Unit] = (),
 ) -> tuple[dict[str, float], _Backwards]:
+    with on_meta(), no_init_weights():
+        module = make()  # here: peft's code does not know fake tensors
     others = list(all_tensors())
     with _no_collection(), fake_tensors(), _one_sequence_per_row(), _groups_of_any_dtype():
-        module = causal_lm(config).train()
+        _fake(module.train())
         _halve(module, halves)
         if precision == "bfloat16":
             WeightCopies(module).put()
-        for parameter in module.parameters():
+        for parameter in filter(_is_trained, module.parameters()):
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        saved = _Saved(module, columns=config.get_text_config().vocab_size)
+        saved = _Saved(module, columns=columns)
         given: dict[str, float] = {}
         ids = torch.zeros(rows, tokens, dtype=torch.int64)
         inputs = {"input_ids": ids, "labels": ids}
@@ -357,6 +380,26 @@ def _trace(
             live.name((p.grad for p in module.parameters() if p.grad is not None), category=GRADIENTS)
         highest = live.highest()
     return {**kept, **given, "logits": float(highest[LOGITS]), "temporaries": float(highest[OTHER])}, backwards
+
+
+def _fake(module: nn.Module) -> None:
+    """Gives a module on the meta device tensors of the mode that is on, on the CPU."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor | None) -> Any:
+        if tensor is not None and id(tensor) not in made:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_weight = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_weight else new
+        return None if tensor is None else made[id(tensor)]
+
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            held.update({name: fake(tensor) for name, tensor in held.items()})
+
+
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
 
 
 @contextmanager
