@@ -21,9 +21,9 @@ from rotorch.core.spec import ModelSpec
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.planner.cluster import load_cluster
-from rotorch.planner.memory import Traced
 from rotorch.planner.search import Batch, Task, judged
 from rotorch.planner.speeds import speeds_of
+from rotorch.planner.traced import Traced
 from rotorch.planner.workload import fold
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta

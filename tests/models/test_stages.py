@@ -19,7 +19,7 @@ def meta(path):
 
 
 def test_stages_hold_every_weight_and_a_tied_one_twice(tiny):
-    spec = with_stages(describe(meta(tiny("qwen3"))), parts=(range(1), range(1, 2), range(2, 3)))
+    spec = with_stages(describe(meta(tiny("qwen3"))), places=(range(2), range(2, 4), range(4, 6)))
     assert {w.name for w in spec.weights} == {w.name for w in describe(meta(tiny("qwen3"))).weights}
     tied = next(u for u in spec.units if "embed_tokens" in u.name)
     assert tied.stages == (0, 2)
@@ -36,7 +36,7 @@ def test_stages_one_after_another_are_the_model(tiny, family):
     module = causal_lm(config).eval()
     order = layer_order(module)
     last = len(order.layers)
-    staged = StagedModule(module, order=order, parts=(range(1), range(1, last)))
+    staged = StagedModule(module, order=order, places=(range(2), range(2, 2 * last)))
     batch = {"input_ids": torch.randint(config.vocab_size, (2, 7)), "attention_mask": torch.ones(2, 7)}
     batch["attention_mask"][0, 5:] = 0
     with torch.no_grad():
@@ -46,6 +46,36 @@ def test_stages_one_after_another_are_the_model(tiny, family):
         with staged.stage(1, received=end.value.hidden_states):
             parts = module(**batch, use_cache=False).logits
         assert torch.equal(parts, whole)
+        assert torch.equal(module(**batch, use_cache=False).logits, whole)  # nothing is left behind
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3", "gpt_neox", "mixtral", "olmo2"])
+def test_halves_one_after_another_are_the_model_or_refused_with_a_reason(tiny, family):
+    torch.manual_seed(0)
+    config = load_config(tiny(family))
+    config._experts_implementation = "eager"
+    module = causal_lm(config).double().eval()
+    order = describe(module).order
+    if family == "gpt_neox":  # both blocks are given the same input
+        assert not order.halves and "gives something else where a layer's attention" in order.not_in_halves
+        return
+    first, second = order.halves
+    assert (first.block, second.block) == ("self_attn", "mlp") and first.outputs == 2 and second.outputs == 0
+    assert ("post_attention_layernorm" in first.children) == (family in ("gemma2", "olmo2"))
+    places = [range(number, number + 1) for number in range(order.num_places)]
+    staged = StagedModule(module, order=order, places=places)
+    batch = {"input_ids": torch.randint(config.vocab_size, (2, 7)), "attention_mask": torch.ones(2, 7)}
+    batch["attention_mask"][0, 5:] = 0
+    received = None
+    with torch.no_grad():
+        whole = module(**batch, use_cache=False).logits
+        for number in range(order.num_places - 1):
+            with staged.stage(number, received=received), pytest.raises(StageOutput) as end:
+                module(**batch, use_cache=False)
+            received = end.value.hidden_states
+        with staged.stage(order.num_places - 1, received=received):
+            halves = module(**batch, use_cache=False).logits
+        assert torch.equal(halves, whole)
         assert torch.equal(module(**batch, use_cache=False).logits, whole)  # nothing is left behind
 
 
@@ -60,12 +90,12 @@ def test_stages_one_after_another_are_the_model(tiny, family):
 def test_what_a_last_stage_would_answer_wrongly_is_refused(tiny, asked, times, words):
     config = load_config(tiny("llama"))
     module = causal_lm(config).eval()
-    staged = StagedModule(module, order=layer_order(module), parts=(range(1), range(1, 2)))
+    staged = StagedModule(module, order=layer_order(module), places=(range(2), range(2, 4)))
     received, ids = torch.zeros(2, 7, config.hidden_size), torch.zeros(2, 7, dtype=torch.int64)
     with staged.stage(1, received=received), pytest.raises(ConfigError, match=words):
         for _ in range(times):
             module(ids, use_cache=False, **asked)
-    whole = StagedModule(module, order=layer_order(module), parts=(range(2),))
+    whole = StagedModule(module, order=layer_order(module), places=(range(4),))
     with whole.stage(0, received=None):  # a pipeline of one stage is the model
         for _ in range(times):
             module(ids, use_cache=False, **asked)

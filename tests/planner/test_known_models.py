@@ -11,7 +11,7 @@ from rotorch.core.spec import KeptWhole
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.planner import known_models
 from rotorch.planner.known_models import KnownModel, known_file
-from rotorch.planner.memory import BackwardPoint, PerRow, Traced, TracedLayer
+from rotorch.planner.traced import BackwardPoint, PerRow, Traced, TracedLayer
 
 POINTS = (BackwardPoint(1.0, -2.5, 1 / 7), BackwardPoint(0.0, 4.0, 0.0))
 LAYER = TracedLayer(stream=PerRow(0.1, 2.0), interior=PerRow(1e300), given=PerRow(1 / 3), backward=POINTS)

@@ -8,11 +8,11 @@ from shapes import attending, mixture, on_grids, transformer
 from rotorch.core.whole_units import is_whole
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
-from rotorch.planner.memory import PerRow, Traced, TracedLayer
 from rotorch.planner.search import Batch, Task, judged, search, why_nothing_fits
 from rotorch.planner.shared_tokens import TracedAttention
 from rotorch.planner.speeds import speeds_of
 from rotorch.planner.step_time import step_time_if
+from rotorch.planner.traced import PerRow, Traced, TracedLayer
 from rotorch.strategies import batch_ranks, num_ranks, parse_parallel, with_grids
 
 MIB = float(1 << 20)

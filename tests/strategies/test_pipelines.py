@@ -61,6 +61,9 @@ SLOW = pytest.mark.slow
         ("zeropp=2x2[inner=rtp,unit=2]", 3),
         ("pp=2[schedule=zbv,layers=1-2-1-1]", 3),
         ("pp=2[layers=3-2,recompute=2-0]", 3),
+        ("pp=2[layers=2.5-2.5,recompute=block]", 3),
+        ("pp=2[schedule=zbv,layers=0.5-1-2-1.5]", 3),
+        ("zeropp=2x2[layers=1.5-3.5,recompute=1-2]", 3),
         pytest.param("zeropp=2x2[chunks=2,recompute=1-0-1-0]", 3, marks=SLOW),
         ("pp=2,atp=1x2", 3),  # a part of the features of a weight of two stages
         pytest.param("pp=2[schedule=zb_h1],atp=2x2[order=row_first]", 3, marks=SLOW),
@@ -82,6 +85,25 @@ def test_chunks_odd_layers_and_any_number_of_micro_batches_are_exact(five_layers
     report = verify(five_layers, parallel=parallel, micro_batches=micro_batches, steps=1, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence)
     assert report.num_modules_compared > 50
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "pp=2[layers=2.5-2.5],rtp=2",
+        pytest.param("pp=2[layers=1.5-3.5],rtp=2[transport=send_receive]", marks=SLOW),
+        pytest.param("pp=2[layers=1.5-3.5],rtp=2[recompute=slice]", marks=SLOW),
+        "pp=2[layers=2.5-2.5],fsdp=2",
+        "pp=2[layers=3.5-1.5],megatron=2",
+        pytest.param("pp=2[layers=2.5-2.5],atp=1x2", marks=SLOW),
+        pytest.param("pp=2[layers=2.5-2.5],tesseract=2x2x1", marks=SLOW),
+        pytest.param("pp=2[schedule=interleaved_1f1b,halves=true],fsdp=2,megatron=2", marks=SLOW),
+    ],
+)
+def test_stages_that_end_inside_of_layers_are_exact_around_other_strategies(five_layers, parallel):
+    report = verify(five_layers, parallel=parallel, micro_batches=4, steps=1, timeout_s=300)
+    assert report.ok, (report.verdict, report.first_divergence)
+    assert report.num_modules_compared > 25
 
 
 def layers_run(path, parallel):

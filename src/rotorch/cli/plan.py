@@ -20,9 +20,9 @@ from rotorch.core.spec import ModelSpec
 from rotorch.models.held_warnings import held_warnings
 from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.known_models import KnownModel, known_file
-from rotorch.planner.memory import Traced
 from rotorch.planner.search import Batch, Plan, SearchResult, Task, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
+from rotorch.planner.traced import Traced
 from rotorch.strategies import AUTO, num_ranks, parse_parallel, to_be_planned, with_grids
 
 OBJECTIVES = ("speed", "memory", "frontier")

@@ -244,6 +244,21 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Half:
+    """A half of a layer whose two blocks each add to the hidden states: its attention, or what follows.
+
+    Attributes:
+        children: names of the layer's modules that belong to it, in order of use.
+        block: the one of them whose output is added.
+        outputs: how many values it gives as a tuple, the hidden states first; 0: these alone.
+    """
+
+    children: tuple[str, ...]
+    block: str
+    outputs: int = 0
+
+
+@dataclass(frozen=True)
 class LayerOrder:
     """The layers that hidden states pass one after another, and the modules behind them.
 
@@ -254,6 +269,8 @@ class LayerOrder:
         attention_width: features of all heads of a layer together; 0 if that is not known.
         experts_per_token: number of a layer's experts that a token goes to; 0 if all.
         refused: the reason why the model cannot be cut into stages; "" if it can.
+        halves: both of each layer, if it may be cut inside of its layers as well; else none.
+        not_in_halves: the reason why it may not be; "" if it may, or if nobody knows.
     """
 
     layers: tuple[str, ...] = ()
@@ -262,6 +279,21 @@ class LayerOrder:
     attention_width: int = 0
     experts_per_token: int = 0
     refused: str = ""
+    halves: tuple[Half, ...] = ()
+    not_in_halves: str = ""
+
+    @property
+    def num_places(self) -> int:
+        """Number of half layers, between which stages begin."""
+        return 2 * len(self.layers)
+
+    def place_number(self, name: str) -> int:
+        """The half layer of a weight by number, two for each layer; -1 before the layers, `num_places` behind them."""
+        layer = self.layer_number(name)
+        if not 0 <= layer < len(self.layers):
+            return -1 if layer < 0 else self.num_places
+        child = name.removeprefix(f"{self.layers[layer]}.").partition(".")[0]
+        return 2 * layer + (bool(self.halves) and child in self.halves[1].children)
 
     @cached_property
     def _numbers(self) -> dict[str, int]:

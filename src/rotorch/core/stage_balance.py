@@ -50,6 +50,7 @@ class LayerCost:
         saved_bytes: of `activation_bytes`, what is not kept then.
         passing_bytes: beside all of these at the highest moment of the layer's passes.
         redone_bytes: the same if it is computed again.
+        output_bytes: of one micro-batch, handed on by a stage that ends with it, and kept; alike for all layers.
     """
 
     forward_flops: int
@@ -61,6 +62,7 @@ class LayerCost:
     saved_bytes: int = 0
     passing_bytes: int = 0
     redone_bytes: int = 0
+    output_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -68,24 +70,30 @@ class LayerCost:
         return self.forward_flops + self.backward_flops
 
 
-def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool = False) -> tuple[LayerCost, ...]:
+def layer_costs(
+    spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool = False, halves: bool = False
+) -> tuple[LayerCost, ...]:
     """Estimates each layer's costs (see [Note: estimates]).
 
     Args:
         spec: the model.
         batch: one micro-batch.
         recompute: layers keep only their inputs, and compute the rest again in backward.
+        halves: of each half of a layer, an entry. A layer that is computed again is so as a whole: the first half has
+            what that saves of both.
     """
     order = spec.order
-    last = len(order.layers) - 1
+    number_of, per_layer = (order.place_number, 2) if halves else (order.layer_number, 1)
+    last = len(order.layers) * per_layer - 1
     tokens = batch.num_rows * batch.num_tokens
     hidden = tokens * order.width * batch.itemsize
-    flops = [2 * tokens * batch.num_tokens * order.attention_width] * (last + 1)
-    kept = [2 * hidden] * (last + 1)
+    attention = 2 * tokens * batch.num_tokens * order.attention_width
+    flops = [attention if place % per_layer == 0 else 0 for place in range(last + 1)]
+    kept = [2 * hidden // per_layer] * (last + 1)
     state, gathered = [0] * (last + 1), [0] * (last + 1)
     head_flops = logits = 0
     for weight in spec.weights:
-        layers = [order.layer_number(name) for name in (weight.name, *weight.aliases)]
+        layers = [number_of(name) for name in (weight.name, *weight.aliases)]
         owner, *others = dict.fromkeys(min(max(layer, 0), last) for layer in layers)
         copied = weight.numel * (weight.copy_itemsize or 0)
         state[owner] += (_STATES if weight.trained else 1) * weight.num_bytes + copied
@@ -101,16 +109,20 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
             elif layer >= 0:  # before the layers are look-ups, which take no products
                 flops[layer] += 2 * tokens * used
                 kept[layer] += tokens * outputs * batch.itemsize
+    again, whole, inputs = ([0] * (last + 1) for _ in range(3))
+    for first in range(0, last + 1, per_layer):
+        both = slice(first, first + per_layer)
+        again[first], whole[first], inputs[first] = sum(flops[both]), sum(kept[both]), hidden
     return tuple(
         LayerCost(
             forward_flops=flops[layer] + (head_flops if layer == last else 0),
             backward_flops=(3 if recompute else 2) * flops[layer] + (2 * head_flops if layer == last else 0),
             state_bytes=state[layer],
-            activation_bytes=(hidden if recompute else kept[layer]) + (logits if layer == last else 0),
+            activation_bytes=(inputs[layer] if recompute else kept[layer]) + (logits if layer == last else 0),
             gathered_bytes=gathered[layer],
-            again_flops=0 if recompute else flops[layer],
-            saved_bytes=0 if recompute else kept[layer] - hidden,
-            redone_bytes=kept[layer],
+            again_flops=0 if recompute else again[layer],
+            saved_bytes=0 if recompute else max(0, whole[layer] - inputs[layer]),
+            redone_bytes=whole[layer],
         )
         for layer in range(last + 1)
     )
@@ -150,18 +162,33 @@ def balanced(
         ConfigError: no cut keeps every stage within the limit; gives the bytes of the best one.
     """
     limit = inf if limit_bytes is None else limit_bytes
-    return _cut(costs, kept=kept, limit_bytes=limit, shared_by=shared_by, gathered=gathered, recompute=False)[0]
+    return _cut(costs, kept=kept, limit_bytes=limit, shared_by=shared_by, gathered=gathered)[0]
 
 
 def balanced_within(
-    costs: Sequence[LayerCost], *, kept: Sequence[int], limit_bytes: float, shared_by: int = 1, gathered: float = 0.0
+    costs: Sequence[LayerCost],
+    *,
+    kept: Sequence[int],
+    limit_bytes: float,
+    shared_by: int = 1,
+    gathered: float = 0.0,
+    halves: bool = False,
 ) -> tuple[tuple[range, ...], tuple[int, ...]]:
     """The same within a limit to which stages keep by computing their first layers again, as few as it takes.
+
+    Args:
+        costs: of the layers.
+        kept: per stage, number of micro-batches whose activations it holds at a time.
+        limit_bytes: no stage may take more.
+        shared_by: number of ranks that share the weights of a stage.
+        gathered: fraction of `gathered_bytes` that counts for a stage.
+        halves: costs are those of half layers, of which both are computed again, or none.
 
     Returns:
         The stages, and the number of layers that each computes again.
     """
-    return _cut(costs, kept=kept, limit_bytes=limit_bytes, shared_by=shared_by, gathered=gathered, recompute=True)
+    grain = 2 if halves else 1
+    return _cut(costs, kept=kept, limit_bytes=limit_bytes, shared_by=shared_by, gathered=gathered, grain=grain)
 
 
 def _cut(
@@ -171,7 +198,7 @@ def _cut(
     limit_bytes: float,
     shared_by: int,
     gathered: float,
-    recompute: bool,
+    grain: int = 0,
 ) -> tuple[tuple[range, ...], tuple[int, ...]]:
     from rotorch.core.stage_cuts import Cuts, Row  # NumPy: most commands cut no stages
 
@@ -189,13 +216,14 @@ def _cut(
         gathered=sums(cost.gathered_bytes for cost in costs),
         passing=[cost.passing_bytes for cost in costs],
         redone=[cost.redone_bytes for cost in costs],
+        output=max(cost.output_bytes for cost in costs),
     )
-    cuts = Cuts(row, kept=kept, shared_by=shared_by, gathered=gathered, largest=limit_bytes, recompute=recompute)
+    cuts = Cuts(row, kept=kept, shared_by=shared_by, gathered=gathered, largest=limit_bytes, grain=grain)
     found = cuts.best()
     if found is None:
         raise ConfigError(
             f"no cut of {len(costs)} layers into {len(kept)} stages keeps each within {format_bytes(limit_bytes)}: the "
             f"best one takes {format_bytes(cuts.smallest())}. Write more memory, more ranks, a smaller micro-batch"
-            f"{'' if recompute else ', or recompute=auto'}"
+            f"{'' if grain else ', or recompute=auto'}"
         )
     return found

@@ -11,8 +11,9 @@
 
 [Note: computed again]
     Where layers may be computed again in backward, a part that does not fit computes its first layers again, as many as
-    it takes and no more: what they keep then is less for each micro-batch, what is alive while one of them runs again
-    comes on top, and their forward is added to the part's time.
+    it takes and no more: what they keep then is less for each micro-batch, and their forward is added to the part's
+    time. When one of them runs again all layers behind it are done, so what it then has takes the place of theirs; only
+    where all layers run again, and the last one begins, does it come on top.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Row:
         gathered: sums of bytes that are whole for a while.
         passing: per layer, bytes beside all of these at its highest moment.
         redone: the same if it is computed again.
+        output: bytes of one micro-batch that each stage but the last keeps of what it hands on.
     """
 
     flops: Sequence[int]
@@ -54,6 +56,7 @@ class Row:
     gathered: Sequence[int]
     passing: Sequence[int]
     redone: Sequence[int]
+    output: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class Cuts:
         shared_by: number of ranks that share `state`.
         gathered: fraction of `gathered` that counts for a stage.
         largest: bytes that no stage may exceed.
-        recompute: layers may be computed again to keep to that (see [Note: computed again]).
+        grain: entries of the row that are computed again together, to keep to that (see [Note: computed again]); what
+            it takes and saves is in the first one's. 0: nothing is.
     """
 
     def __init__(
@@ -93,16 +97,16 @@ class Cuts:
         shared_by: int,
         gathered: float,
         largest: float = inf,
-        recompute: bool = False,
+        grain: int = 0,
     ) -> None:
-        self._kept, self._largest, self._recompute = kept, largest, recompute
+        self._kept, self._largest, self._grain = kept, largest, grain
         self._num_layers = len(row.flops) - 1
         dtype = np.int64 if row.flops[-1] + row.again[-1] < _MOST else object
         self._flops, self._again = (np.array(each, dtype=dtype) for each in (row.flops, row.again))
         rest = (row.state, row.gathered, row.activations, row.saved, row.passing, row.redone)
         arrays = [np.array(each, dtype=np.float64) for each in rest]
         self._state, self._gathered, self._activations, self._saved, self._passing, self._redone = arrays
-        self._shared_by, self._gathered_share = shared_by, gathered
+        self._shared_by, self._gathered_share, self._output = shared_by, gathered, row.output
 
     def best(self) -> tuple[tuple[range, ...], tuple[int, ...]] | None:
         """The best cut, and numbers of layers that each stage computes again; None if `largest` forbids every cut.
@@ -125,7 +129,7 @@ class Cuts:
     def smallest(self) -> float:
         """Bytes of the largest stage, of the cut in which they are fewest, whatever time it takes."""
         window = Window.of(self._flops, slowest=self._flops[-1])
-        sizes = [np.minimum(*self._sizes(window, number)) for number in self._kept]
+        sizes = [np.minimum.reduce(self._sizes(window, stage)) for stage in range(len(self._kept))]
         nothing = np.zeros(sizes[0].shape, dtype=np.int64)
         stages = [_Stage(bytes_, bytes_, nothing, window.allowed) for bytes_ in sizes]
         return float(self._bottleneck(window, stages, sizes))
@@ -170,36 +174,49 @@ class Cuts:
 
     def _stages(self, window: Window, *, slowest: Any = None) -> list[_Stage]:
         """The parts of a window as each stage, within the limits."""
-        by_kept = {number: self._stage(window, number, slowest=slowest) for number in set(self._kept)}
-        return [by_kept[number] for number in self._kept]
+        last = len(self._kept) - 1
+        alike = {(number, place == last): place for place, number in enumerate(self._kept)}
+        found = {key: self._stage(window, place, slowest=slowest) for key, place in alike.items()}
+        return [found[number, place == last] for place, number in enumerate(self._kept)]
 
-    def _stage(self, window: Window, kept: int, *, slowest: Any) -> _Stage:
-        bytes_, smallest = self._sizes(window, kept)
+    def _stage(self, window: Window, stage: int, *, slowest: Any) -> _Stage:
+        bytes_, _, all_again = self._sizes(window, stage)
         times, again = window.times, np.zeros(window.times.shape, dtype=np.int64)
-        if self._recompute and kept:
-            too_large = window.allowed & (bytes_ > self._largest)
-            start, length = window.starts, window.ends - window.starts
-            # By all layers it gets to `smallest`; from there back as far as the limit.
-            spare = (self._largest - smallest) / kept
-            enough = np.searchsorted(self._saved, self._saved[window.ends] - np.maximum(spare, 0.0))
-            again = np.where(too_large, np.clip(enough - start, 1, length), 0)
-            times = times + np.where(too_large, self._again[start + again] - self._again[start], 0)
-            left = kept * (self._saved[window.ends] - self._saved[start + again])
-            bytes_ = np.where(too_large, smallest + left, bytes_)
+        if self._grain and (kept := self._kept[stage]):
+            first, last = self._together(window)
+            too_large = window.allowed & (bytes_ > self._largest) & (first < last)
+            excess = np.where(too_large, bytes_ - self._largest, 0.0)
+            enough = np.searchsorted(self._saved, self._saved[first] + excess / kept)
+            enough = np.clip(-(-enough // self._grain) * self._grain, np.minimum(first + self._grain, last), last)
+            again = np.where(too_large, (enough - first) // self._grain, 0)
+            times = times + np.where(too_large, self._again[enough] - self._again[first], 0)
+            left = bytes_ - kept * (self._saved[enough] - self._saved[first])
+            bytes_ = np.where(too_large, np.where(enough == last, all_again, left), bytes_)
         allowed = window.allowed & (bytes_ <= self._largest)
         if slowest is not None:
             allowed = allowed & (times <= slowest).astype(bool)
         return _Stage(times, bytes_, again, allowed)
 
-    def _sizes(self, window: Window, kept: int) -> tuple[_Numbers, _Numbers]:
-        """Bytes of each part with nothing computed again, and with all of its layers, if they may be."""
+    def _sizes(self, window: Window, stage: int) -> tuple[_Numbers, _Numbers, _Numbers]:
+        """Bytes of each part as a stage with nothing computed again, with all layers but one, and with all."""
+        kept = self._kept[stage]
         held = window.between(self._state) / self._shared_by
         held = held + self._gathered_share * window.between(self._gathered)
         held = held + kept * window.between(self._activations)
+        if stage < len(self._kept) - 1:
+            held = held + kept * self._output
         plain = held + window.largest(self._passing)
-        if not self._recompute:
-            return plain, plain
-        return plain, held - kept * window.between(self._saved) + window.largest(self._redone)
+        if not self._grain or not kept:
+            return plain, plain, plain
+        first, last = self._together(window)
+        but_one = plain - kept * (self._saved[np.maximum(first, last - self._grain)] - self._saved[first])
+        every = held - kept * (self._saved[last] - self._saved[first]) + window.largest(self._redone)
+        return plain, but_one, np.where(first < last, every, plain)
+
+    def _together(self, window: Window) -> tuple[_Numbers, _Numbers]:
+        """First entry and end, of each part, of all that can be computed again."""
+        last = window.ends - window.ends % self._grain
+        return np.minimum(-(-window.starts // self._grain) * self._grain, last), last
 
 
 @dataclass(frozen=True)

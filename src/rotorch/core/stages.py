@@ -39,17 +39,27 @@ def with_features_cut(spec: ModelSpec, *, ranks: int) -> ModelSpec:
     return replace(spec, units=tuple(map(cut, spec.units)))
 
 
-def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
+def places_of(parts: Sequence[range]) -> tuple[range, ...]:
+    """The half layers of stages of whole layers: two for each layer (`LayerOrder.place_number`)."""
+    return tuple(range(2 * part.start, 2 * part.stop) for part in parts)
+
+
+def whole_layers(places: range) -> range:
+    """The layers of which a stage of half layers has both."""
+    return range((places.start + 1) // 2, places.stop // 2)
+
+
+def with_stages(spec: ModelSpec, *, places: Sequence[range]) -> ModelSpec:
     """The same units, each with the stages that use it; replicated weights become a unit per stage.
 
     Args:
         spec: the model.
-        parts: layers of each stage.
+        places: half layers of each stage.
     """
 
     def stage_of(name: str) -> int:
-        layer = min(max(spec.order.layer_number(name), 0), len(spec.order.layers) - 1)
-        return next(number for number, part in enumerate(parts) if layer in part)
+        place = min(max(spec.order.place_number(name), 0), spec.order.num_places - 1)
+        return next(number for number, mine in enumerate(places) if place in mine)
 
     units: list[Unit] = []
     for unit in spec.units:
@@ -94,14 +104,14 @@ def of_stages(spec: ModelSpec, *, mine: Callable[[int], bool]) -> ModelSpec:
 # ---------------------------------------------------------------- layouts
 
 
-def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str) -> None:
-    """Raises `ConfigError` if a model cannot be cut into so many stages."""
+def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str, inside: bool = False) -> None:
+    """Raises `ConfigError` if a model cannot be cut into so many stages; `inside`: of half layers, or more."""
     order = spec.order
     if order.refused:
         raise ConfigError(
             f"{strategy}: {spec.name} cannot be cut into stages: {order.refused}. Write rtp or fsdp, which cut layers"
         )
-    if num_stages > len(order.layers):
+    if num_stages > len(order.layers) * (2 if inside else 1):
         raise ConfigError(
             f"{strategy}: {num_stages} stages over {spec.name}, which has {len(order.layers)} layers: a stage has one "
             f"layer or more. Write at most {len(order.layers)} stages (ranks times chunks)"

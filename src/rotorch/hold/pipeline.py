@@ -80,7 +80,7 @@ class PipelinedModel(OuterShardedModel):
         self._mesh, self._inside = mesh, inside
         sum_in_one_message(inside, device=setup.device)
         self._position = mesh.get_local_rank()
-        self._staged = StagedModule(setup.module, order=spec.order, parts=strategy.parts_of(spec))
+        self._staged = StagedModule(setup.module, order=spec.order, places=strategy.places_of(spec))
         # Layers inside of other strategies are run by those: their gradients are all computed at once.
         defers = inner.weight_gradients_wait and strategy.splits_backward
         self._deferred = DeferredWeightGradients(setup.module) if defers else None

@@ -25,7 +25,7 @@ from dataclasses import replace
 from torch import nn
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import NO_ORDER, Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import NO_ORDER, Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.blocks import block_names
 from rotorch.models.features import with_features_cut
 from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES, LATENT_HEAD_SIZE
@@ -105,7 +105,7 @@ def describe(
             _log.info("%s does not run on slices of its weights: they rotate one by one", each)
         spec = _spec(module, roles, weights, proven=runs_whole(module, trial.on_slices, shared))
         spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
-        order = replace(order, refused=order.refused or trial.not_in_stages)
+        order = _with_halves(replace(order, refused=order.refused or trial.not_in_stages), trial, base)
     if stacked_experts(module):
         if trial is None and is_from_config(module):
             trial = try_tiny(module, describe=_trusting)
@@ -116,6 +116,16 @@ def describe(
     if tokens and spec.order.layers:
         spec = replace(spec, tokens_stay_whole=why_not_along_tokens(module))
     return _with_features(spec, module, roles=roles) if features else spec
+
+
+def _with_halves(order: LayerOrder, trial: Trial, module: nn.Module) -> LayerOrder:
+    """Adds the halves of layers that a tiny model has shown, if all layers of this one have the same modules."""
+    known = {name for half in trial.halves for name in half.children}
+    for layer in map(module.get_submodule, order.layers if trial.halves else ()):
+        children = {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
+        if not children <= known or any(True for _ in layer.parameters(recurse=False)):
+            return replace(order, not_in_halves="its layers have different modules")
+    return replace(order, halves=trial.halves, not_in_halves=trial.not_in_halves)
 
 
 def _wrapped(spec: ModelSpec, module: nn.Module, *, prefix: str) -> ModelSpec:

@@ -11,14 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import NO_ORDER, LayerOrder
+from rotorch.core.spec import NO_ORDER, Half, LayerOrder
 from rotorch.models.configuration import of_every_layer
 
 _OF_ALL_LAYERS = {"output_hidden_states": "hidden states", "output_attentions": "attention weights"}
@@ -112,23 +112,44 @@ class _StageEnd(nn.Module):
         raise StageOutput(args[0] if args else kwargs["hidden_states"])
 
 
+class _AddsNothing(nn.Module):
+    """Stands in for a block of the other half of a layer."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        nothing = given.new_zeros(()).expand_as(given)
+        return (nothing, *[None] * (self._outputs - 1)) if self._outputs else nothing
+
+
+class _PassesOn(nn.Module):
+    """Stands in for a norm or a dropout of the other half of a layer."""
+
+    def forward(self, given: Tensor, *_: Any, **__: Any) -> Tensor:
+        return given
+
+
 class StagedModule:
     """Runs one stage of a module at a time.
 
     Args:
         module: the whole model.
         order: its layers.
-        parts: layers of each stage.
+        places: half layers of each stage.
     """
 
-    def __init__(self, module: nn.Module, *, order: LayerOrder, parts: Sequence[range]) -> None:
+    def __init__(self, module: nn.Module, *, order: LayerOrder, places: Sequence[range]) -> None:
         self._trunk = module.base_model
         self._layers = module.get_submodule(order.layers[0].rpartition(".")[0])
-        self._parts = parts
+        self._halves = order.halves
+        self._places = places
 
     @property
     def num_stages(self) -> int:
-        return len(self._parts)
+        return len(self._places)
 
     @contextmanager
     def stage(self, number: int, *, received: Tensor | None) -> Iterator[None]:
@@ -141,28 +162,51 @@ class StagedModule:
         Raises:
             ConfigError: within it, the model is run twice, or asked for what only all stages together have.
         """
-        part, entries = self._parts[number], self._layers._modules
-        kept = dict(entries)
-        hooks = []
-        try:
-            if len(self._parts) > 1:
+        first, begins_inside = divmod(self._places[number].start, 2)
+        last, ends_inside = divmod(self._places[number].stop, 2)
+        with ExitStack() as undone:
+            hooks = []
+            if len(self._places) > 1:
                 hooks = [self._trunk.register_forward_pre_hook(_once(), with_kwargs=True)]
             if received is not None:
                 hooks += [
                     self._trunk.register_forward_pre_hook(_embedded(received), with_kwargs=True),
-                    self._layers[part.start].register_forward_pre_hook(
-                        _received(received), with_kwargs=True, prepend=True
-                    ),
+                    self._layers[first].register_forward_pre_hook(_received(received), with_kwargs=True, prepend=True),
                 ]
                 passed = _SkippedLayer(received.detach())
-                entries.update({str(layer): passed for layer in range(part.start)})
-            if number + 1 < len(self._parts):
-                entries[str(part.stop)] = _StageEnd()
-            yield
-        finally:
-            entries.update(kept)
+                undone.enter_context(_replaced(self._layers, {str(layer): passed for layer in range(first)}))
+            if begins_inside:
+                undone.enter_context(self._without(first, self._halves[0]))
+            if ends_inside:
+                undone.enter_context(self._without(last, self._halves[1]))
+                hooks.append(self._layers[last].register_forward_hook(_ends))
+            elif number + 1 < len(self._places):
+                undone.enter_context(_replaced(self._layers, {str(last): _StageEnd()}))
             for hook in hooks:
-                hook.remove()
+                undone.callback(hook.remove)
+            yield
+
+    def _without(self, layer: int, half: Half) -> AbstractContextManager[None]:
+        """Lets a layer run without one of its halves (see [Note: half layers])."""
+        instead: dict[str, nn.Module] = {name: _PassesOn() for name in half.children}
+        return _replaced(self._layers[layer], {**instead, half.block: _AddsNothing(half.outputs)})
+
+
+@contextmanager
+def _replaced(module: nn.Module, entries: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Puts other modules in the place of children within the block."""
+    there = module._modules
+    kept = {name: there[name] for name in entries}
+    there.update(entries)
+    try:
+        yield
+    finally:
+        there.update(kept)
+
+
+def _ends(_: nn.Module, __: Any, output: Any) -> None:
+    """Ends the forward behind a layer of which this stage has the first half."""
+    raise StageOutput(output[0] if isinstance(output, tuple) else output)
 
 
 def _once() -> Any:

@@ -18,8 +18,10 @@ from rotorch.core.stage_balance import LayerCost, balanced, balanced_within, lay
 from rotorch.core.stages import (
     check_stages,
     of_stages,
+    places_of,
     stage_layout,
     stage_transfers,
+    whole_layers,
     with_stages,
 )
 from rotorch.core.strategy import Strategy
@@ -34,8 +36,10 @@ class StageStrategy(Strategy):
         stages: number of ranks that a micro-batch passes.
         chunks: stages that each rank holds; left out: the table's usual number.
         unit: micro-batches that share a gather of weights and a sum of gradients, where weights are gathered at all.
-        layers: number of layers of each stage, in order, written `3-5-4`; left out: numbers that make the slowest stage
-            as fast as possible (core/stage_balance.py).
+        layers: number of layers of each stage, in order, written `3-5-4`, or `2.5-5-4.5`, where stages end between a
+            layer's attention and what follows it; left out: numbers that make the slowest stage as fast as possible
+            (core/stage_balance.py).
+        halves: choose numbers of half layers, if they are left out.
         rank_memory: limit of a rank's memory, written `2GiB`: layers are distributed within it, by the batch of a run.
         recompute: layers that are computed again in backward from their inputs (activation checkpointing): `none`, all
             (`block`), numbers of each stage's first layers, in order, written `2-1-0-0`, or `auto`: as few as
@@ -50,6 +54,7 @@ class StageStrategy(Strategy):
     chunks: PositiveInt | None = None
     unit: PositiveInt | None = None
     layers: str | None = None
+    halves: bool = False
     rank_memory: str | None = None
     recompute: str = "none"
 
@@ -97,29 +102,37 @@ class StageStrategy(Strategy):
         return self.recompute not in ("none", "block", "auto") and any(self._recompute_counts)
 
     def recomputed(self, stage: int, *, part: range) -> range:
-        """The layers of a stage that are computed again in backward; `part` are all of its layers."""
+        """The layers of a stage that are computed again in backward; `part` are all of which it has both halves."""
         if self.recompute == "block":
             return part
         return part[: self._recompute_counts[stage]] if self.recomputes_some else part[:0]
 
     def recomputed_layers(self, spec: ModelSpec) -> tuple[str, ...] | None:
-        if not self.recomputes_some:
+        if not (self.recomputes_some or self.cuts_inside):
             return None
-        parts = enumerate(self.parts_of(spec))
-        return tuple(spec.order.layers[n] for stage, part in parts for n in self.recomputed(stage, part=part))
+        parts = map(whole_layers, self.places_of(spec))
+        each = (self.recomputed(stage, part=part) for stage, part in enumerate(parts))
+        return tuple(spec.order.layers[number] for layers in each for number in layers)
 
     @model_validator(mode="after")
     def _layers_are_numbers(self) -> Self:
         if self.layers is None:
             return self
-        if not re.fullmatch(r"[1-9][0-9]*(-[1-9][0-9]*)*", self.layers):
+        number = r"([1-9][0-9]*(\.5)?|0\.5)"
+        if not re.fullmatch(rf"{number}(-{number})*", self.layers):
             raise ConfigError(
-                f"{self.kind}: layers={self.layers}: no number of layers for each stage. Write for example layers=3-5"
+                f"{self.kind}: layers={self.layers}: no number of layers for each stage. Write for example layers=3-5 "
+                "or layers=2.5-5.5"
             )
-        if len(self._layer_counts) != self.num_stages:
+        if len(self._place_counts) != self.num_stages:
             raise ConfigError(
-                f"{self.kind}: layers={self.layers} are {len(self._layer_counts)} stages, but there are "
+                f"{self.kind}: layers={self.layers} are {len(self._place_counts)} stages, but there are "
                 f"{self.num_stages} (ranks times chunks). Write {self.num_stages} numbers"
+            )
+        if self.halves:
+            raise ConfigError(
+                f"{self.kind}: layers={self.layers} distributes the layers, and halves=true asks for it. Leave one of "
+                "the two out"
             )
         return self
 
@@ -148,8 +161,14 @@ class StageStrategy(Strategy):
         return TypeAdapter(ByteSize).validate_python(self.rank_memory)
 
     @property
-    def _layer_counts(self) -> list[int]:
-        return [int(number) for number in (self.layers or "").split("-")]
+    def _place_counts(self) -> list[int]:
+        """Numbers of half layers of each stage."""
+        return [int(2 * float(number)) for number in (self.layers or "").split("-")]
+
+    @property
+    def cuts_inside(self) -> bool:
+        """True if stages may end inside of layers."""
+        return self.halves or (self.layers is not None and "." in self.layers)
 
     @abstractmethod
     def table(self, num_micro_batches: int) -> Schedule:
@@ -200,11 +219,27 @@ class StageStrategy(Strategy):
             found[self.rank_of(stage)].append(stage)
         return [tuple(mine) for mine in found]
 
+    def places_of(self, spec: ModelSpec) -> tuple[range, ...]:
+        """The half layers of each stage, by number (`LayerOrder.place_number`)."""
+        if self.layers is not None:
+            ends = accumulate(self._place_counts, initial=0)
+            return tuple(range(start, end) for start, end in pairwise(ends))
+        parts = balanced(layer_costs(spec, halves=self.halves), kept=[1] * self.num_stages)
+        return parts if self.halves else places_of(parts)
+
     def parts_of(self, spec: ModelSpec) -> tuple[range, ...]:
-        """The layers of each stage."""
-        if self.layers is None:
-            return balanced(layer_costs(spec), kept=[1] * self.num_stages)
-        return tuple(range(start, end) for start, end in pairwise(accumulate(self._layer_counts, initial=0)))
+        """The layers of each stage.
+
+        Raises:
+            ConfigError: a stage ends inside of a layer.
+        """
+        places = self.places_of(spec)
+        if any(part.stop % 2 for part in places):
+            raise ConfigError(
+                f"{self}: stages end inside of layers, of which there are no plans. Write whole numbers of layers, or "
+                "measure it by rotorch bench"
+            )
+        return tuple(map(whole_layers, places))
 
     def kept_by_stages(self, num_micro_batches: int) -> tuple[int, ...]:
         """Per stage, the most micro-batches that are between its forward and their last gradient at a time."""
@@ -236,7 +271,7 @@ class StageStrategy(Strategy):
             limit_bytes: of a rank's memory, with gradients, AdamW and activations; each of its chunks gets an equal
                 part of it. None: no limit.
             inside: the strategies that hold the stages, outermost first; none: this one does.
-            costs: of the layers; by default estimates.
+            costs: of the layers, or of half layers with `halves`; by default estimates.
 
         Raises:
             ConfigError: the model cannot be cut, or no cut keeps to the limit.
@@ -245,7 +280,7 @@ class StageStrategy(Strategy):
         holding = tuple(inside) or (self,)
         if costs is None:
             again = any(strategy.recomputes_layers for strategy in holding)
-            costs = layer_costs(spec, batch=batch, recompute=again)
+            costs = layer_costs(spec, batch=batch, recompute=again, halves=self.halves)
         how: dict[str, Any] = {
             "kept": self.kept_by_stages(num_micro_batches),
             "shared_by": self.ranks_per_stage
@@ -256,12 +291,12 @@ class StageStrategy(Strategy):
         recompute = self.recompute
         if recompute == "auto":
             assert limit is not None
-            parts, numbers = balanced_within(costs, limit_bytes=limit, **how)
+            parts, numbers = balanced_within(costs, limit_bytes=limit, halves=self.halves, **how)
             recompute = "-".join(map(str, numbers)) if any(numbers) else "none"
         else:
             parts = balanced(costs, limit_bytes=limit, **how)
-        layers = "-".join(str(len(part)) for part in parts)
-        return self.model_copy(update={"layers": layers, "recompute": recompute, "rank_memory": None})
+        chosen = {"layers": written(parts, halves=self.halves), "halves": False}
+        return self.model_copy(update={**chosen, "recompute": recompute, "rank_memory": None})
 
     def _gathered(self, holding: Sequence[Strategy]) -> float:
         """Fraction of a rank's stages that is there while a stage is gathered, of several one at a time."""
@@ -296,7 +331,7 @@ class StageStrategy(Strategy):
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         self.check(spec)
-        return with_stages(spec, parts=self.parts_of(spec))
+        return with_stages(spec, places=self.places_of(spec))
 
     def part_of(self, spec: ModelSpec, *, position: int) -> ModelSpec:
         mine = position // self.ranks_per_stage
@@ -327,15 +362,20 @@ class StageStrategy(Strategy):
         self._check_layers(spec)
 
     def _check_layers(self, spec: ModelSpec) -> None:
-        check_stages(spec, num_stages=self.num_stages, strategy=str(self))
-        there = len(spec.order.layers)
-        if self.layers is not None and sum(self._layer_counts) != there:
+        check_stages(spec, num_stages=self.num_stages, strategy=str(self), inside=self.cuts_inside)
+        there, order = len(spec.order.layers), spec.order
+        if self.cuts_inside and not order.halves:
+            why = order.not_in_halves or "no tiny model of its kind has shown how"
             raise ConfigError(
-                f"{self}: {sum(self._layer_counts)} layers over {spec.name}, which has {there}. Write numbers that add "
-                f"up to {there}, or leave layers out"
+                f"{self}: layers of {spec.name} cannot be cut inside: {why}. Write whole numbers of layers"
+            )
+        if self.layers is not None and sum(self._place_counts) != order.num_places:
+            raise ConfigError(
+                f"{self}: {sum(self._place_counts) / 2:g} layers over {spec.name}, which has {there}. Write numbers "
+                f"that add up to {there}, or leave layers out"
             )
         if self.recomputes_some:
-            for stage, part in enumerate(self.parts_of(spec)):
+            for stage, part in enumerate(map(whole_layers, self.places_of(spec))):
                 if (number := self._recompute_counts[stage]) > len(part):
                     raise ConfigError(
                         f"{self}: recompute={self.recompute} computes {number} layers of stage {stage} again, which "
@@ -343,6 +383,15 @@ class StageStrategy(Strategy):
                     )
 
     def check_around(self, inner: Strategy) -> None:
+        if self.cuts_inside and (inner.token_axes or inner.context_axes):
+            raise ConfigError(
+                f"{self} around {inner}: layers whose tokens are cut stay whole. Write whole numbers of layers"
+            )
+        if self.cuts_inside and getattr(inner, "recompute", "none") == "block":
+            raise ConfigError(
+                f"{self} around {inner}: a layer of which a stage has one half cannot be computed again. Write whole "
+                "numbers of layers, or recompute=none"
+            )
         if getattr(inner, "memory", None) is not None:
             raise ConfigError(
                 f"{self} around {inner}: units are chosen to be whole over a whole model, and a rank has some of its "
@@ -359,3 +408,8 @@ class StageStrategy(Strategy):
 
     def __str__(self) -> str:
         return f"{self._size_text()}{self._options_text()}"
+
+
+def written(parts: Sequence[range], *, halves: bool) -> str:
+    """Numbers of layers as `layers` takes them; `halves`: of parts in half layers."""
+    return "-".join(f"{len(part) / 2:g}" if halves else str(len(part)) for part in parts)

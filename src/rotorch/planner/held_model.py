@@ -9,8 +9,9 @@ from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.planner.memory import Memory, Traced, peaks
+from rotorch.planner.memory import Memory, peaks
 from rotorch.planner.memory_at_rest import FixedMemory, at_rest
+from rotorch.planner.traced import Traced
 from rotorch.planner.workload import FoldedModel, fold
 
 

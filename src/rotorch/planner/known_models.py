@@ -29,10 +29,10 @@ from typing import Any
 from rotorch.core.cache_dir import default_cache_dir
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.small_files import read_small
-from rotorch.core.spec import Combine, Cut, GridCut, KeptWhole, LayerOrder, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import Combine, Cut, GridCut, Half, KeptWhole, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts
-from rotorch.planner.memory import BackwardPoint, PerRow, Traced, TracedLayer
 from rotorch.planner.shared_tokens import TracedAttention
+from rotorch.planner.traced import BackwardPoint, PerRow, Traced, TracedLayer
 
 MOST_FILES = 64
 """In a directory; of more, the oldest go."""
@@ -59,6 +59,7 @@ _CLASSES: dict[str, Any] = {
         Combine,
         Cut,
         GridCut,
+        Half,
         KeptWhole,
         KeysAndValues,
         KnownModel,

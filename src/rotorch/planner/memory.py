@@ -32,91 +32,13 @@ from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
-from rotorch.planner.shared_tokens import TracedAttention, backward_bytes, kept_bytes, own_tokens
+from rotorch.planner.shared_tokens import backward_bytes, kept_bytes, own_tokens
+from rotorch.planner.traced import PerRow, Traced, TracedLayer
 from rotorch.planner.workload import FoldedModel
 from rotorch.strategies import sequence_ranks
 
 CATEGORIES = ("weights", "gradients", "optimizer", "slots", "gathered", "activations", "logits", "temporaries")
 """Of `Memory`, in the order in which they are shown."""
-
-
-@dataclass(frozen=True)
-class PerRow:
-    """Bytes that grow with the rows of a micro-batch."""
-
-    row_bytes: float = 0.0
-    constant_bytes: float = 0.0
-
-    def of(self, rows: float, *, cut: float = 1.0) -> float:
-        """Returns the bytes for a number of rows, if `cut` ranks share them."""
-        return (self.row_bytes * rows + self.constant_bytes) / cut
-
-    def __add__(self, other: PerRow) -> PerRow:
-        return PerRow(self.row_bytes + other.row_bytes, self.constant_bytes + other.constant_bytes)
-
-    def without_constant(self) -> PerRow:
-        """The part that grows with the batch."""
-        return PerRow(self.row_bytes)
-
-
-@dataclass(frozen=True)
-class BackwardPoint:
-    """The most that is alive of a layer in a part of its backward, which ends when a gradient of a weight is made.
-
-    Attributes:
-        made: share of the layer's gradients that were made before.
-        row_bytes: of tensors, weights and their gradients apart, beyond the layer's saved ones, per row; negative where
-            most of these are gone.
-        constant_bytes: the same for any batch, the gradient that is being made among them.
-    """
-
-    made: float
-    row_bytes: float
-    constant_bytes: float
-
-
-@dataclass(frozen=True)
-class TracedLayer:
-    """Bytes that autograd keeps of one layer of a class (see [Note: what is traced]).
-
-    Attributes:
-        stream: as wide as the residual stream, and all else of modules that are not cut.
-        interior: of modules that tensor parallelism cuts.
-        given: the layer's input.
-        attention: where only a part of a sequence was traced, of its attentions, but for keys and values.
-        attentions: these attentions.
-        backward: from its beginning to its end; none if that was not traced.
-        experts: of `interior`, what modules of experts keep (see [Note: experts]).
-        repeated: of `experts`, what every slice keeps whole where experts are cut through their widths.
-    """
-
-    stream: PerRow
-    interior: PerRow
-    given: PerRow
-    attention: PerRow = PerRow()
-    attentions: tuple[TracedAttention, ...] = ()
-    backward: tuple[BackwardPoint, ...] = ()
-    experts: PerRow = PerRow()
-    repeated: PerRow = PerRow()
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A model's passes for one length of sequence and one precision.
-
-    Attributes:
-        layers: by class, as in `FoldedModel.classes`.
-        outside: kept before and behind the layers, but for logits.
-        logits: of the highest moment: logits, what is made of them, and their gradient.
-        temporaries: the same of all else that is not kept.
-        behind: of `outside`, those behind the layers.
-    """
-
-    layers: tuple[TracedLayer, ...]
-    outside: PerRow
-    logits: PerRow
-    temporaries: PerRow
-    behind: PerRow = PerRow()
 
 
 @dataclass(frozen=True)
@@ -260,6 +182,12 @@ class _Passes:
         gathering = self.inner.kind == "fsdp" or any(strategy.gathers_weights for strategy in self.sharing)
         return gathering and self.stages is None  # a stage is gathered at once
 
+    @property
+    def in_whole_layers(self) -> bool:
+        """True if a rank of a stage computes whole layers, of which each moment of a backward is known."""
+        holds = self.stages is not None and (self.inner is self.stages or self.inner.kind == "fsdp")
+        return holds and not self.sharing and all(layer.backward for layer in self.traced.layers)
+
     @cached_property
     def ring(self) -> Strategy | None:
         """The strategy whose slices visit."""
@@ -323,10 +251,20 @@ class _Passes:
             cut = self.cuts.interior if mixes else min(self.cuts.stream, self.cuts.interior)
             temporaries += passing.without_constant().of(self.rows, cut=cut)
             temporaries += passing.constant_bytes / (self.inner.num_ranks if self.cuts.interior > 1 else 1)
-        loss = self._loss(given, has_head=has_head)
+        loss, messages = self._loss(given, has_head=has_head), self._messages(rank) * given
+        if messages:
+            loss["temporaries"] = loss.get("temporaries", 0.0) + messages
         if whole.stage:
             moments = self._moments_of_stage(whole, kept=kept, gradients=gradients, fewest=fewest)
-            moments = [{**moment, **beside} for moment in moments for beside in (loss, {"temporaries": temporaries})]
+            besides: list[tuple[float, dict[str, float]]] = [(0.0, loss), (0.0, {"temporaries": temporaries})]
+            if self.in_whole_layers:
+                in_layers = self._moments_of_own_stages(rank, kept=kept)
+                besides = [(0.0, loss), *((a - kept, {"temporaries": b + messages}) for a, b in in_layers)]
+            moments = [
+                {**moment, "activations": moment["activations"] + less, **beside}
+                for moment in moments
+                for less, beside in besides
+            ]
             moments.append({"gradients": gradients, "gathered": whole.stage_gradients, "temporaries": given})
         else:
             in_forward, in_backward, last = 0.0, 0.0, {"gradients": gradients, "temporaries": given}
@@ -344,6 +282,10 @@ class _Passes:
                 {"gradients": early, "gathered": in_backward, "activations": kept, "temporaries": temporaries},
                 last,
             ]
+            if self.in_whole_layers:
+                in_layers = self._moments_of_own_stages(rank, kept=kept)
+                moments = [{"gradients": early, "activations": kept, **loss}, last] if has_head else [last]
+                moments += [{"gradients": early, "activations": a, "temporaries": b + messages} for a, b in in_layers]
             if self.gathers and not self.sharing and layers and all(layer.backward for layer in self.traced.layers):
                 own, outside = gradients - rank.around, rank.around
                 moments[1:] = self._moments_of_layers(whole, kept=kept, own=own, outside=outside, early=early)
@@ -377,6 +319,37 @@ class _Passes:
         tables = (weight for unit in self.model.before if not unit.logits for weight in trained_weights(unit))
         ranks = math.prod(strategy.num_ranks for strategy in (*self.sharing, self.inner))
         return own + sum(weight.num_bytes for weight in tables) / ranks
+
+    def _moments_of_own_stages(self, rank: FixedMemory, *, kept: float) -> Iterator[tuple[float, float]]:
+        """Bytes of what is kept, and of all else, in layers' backward in a stage that nobody else holds.
+
+        The last layer's backward is the first one, and of layers that are computed again the last one's: then all
+        behind it is done.
+        """
+        assert self.stages is not None
+        for stage in rank.stages:
+            part, layers = self.parts[stage], self.traced.layers
+            again = part if self.again else part[:0]
+            if self.stages.recomputes_some:
+                again = self.stages.recomputed(stage, part=part)
+            left = kept - (self.traced.behind.of(self.rows) if stage == self.stages.num_stages - 1 else 0.0)
+            for number in sorted({part.stop - 1, *([again.stop - 1] if again else [])}):
+                place = self.model.pattern[number]
+                behind = self.model.counts_of(range(max(number + 1, again.stop), part.stop))
+                done = sum(count * self._all_kept(n) for n, count in behind.items())
+                given = layers[place].given.of(self.rows)
+                # The output's gradient, what is alive beyond what the layer keeps, and all of that if it is redone.
+                points = max(point.row_bytes * self.rows + point.constant_bytes for point in layers[place].backward)
+                redone = self._all_kept(place) - given if number in again else 0.0
+                yield left - done, given + points + redone
+
+    def _messages(self, rank: FixedMemory) -> int:
+        """Hidden states and their gradients that are under way to or from a stage, as many as there are at a time."""
+        if 0 in rank.stages or self.stages is None:
+            return 0
+        ahead = min(self.accumulation - self.in_flight[stage] for stage in rank.stages)
+        # A next input is awaited, and behind the first backward a gradient may not have left.
+        return max(int(ahead > 0), int(self.accumulation > 1) + int(ahead > 1))
 
     def _moments_of_layers(
         self, whole: Gathered, *, kept: float, own: float, outside: float, early: float
@@ -492,9 +465,13 @@ class _Passes:
             part = self.parts[stage] if stages is not None else range(self.model.num_layers)
             here = self._of_part(stage, part)
             last = stages is None or stage == stages.num_stages - 1
-            outside = self.traced.outside.of(self.rows, cut=self.cuts.outside) if last or stage == 0 else 0.0
+            outside = self.traced.outside.of(self.rows, cut=self.cuts.outside)
+            if not last:  # what is before the layers, and tables of positions, which each stage makes
+                outside -= self.traced.behind.of(self.rows, cut=self.cuts.outside)
             if last and self.by_units and any(unit.kind is UnitKind.REPLICATED for unit in self.model.after):
                 outside -= max((layer.given.of(self.rows) for layer in layers), default=0.0)  # the norm's output
+            if not last:  # the output is kept until its gradient comes
+                here += max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in layers), default=0.0)
             kept += in_flight[stage] * (here + outside)
             has_head |= last
         fewest = min(in_flight[stage] for stage in rank.stages or (0,))

@@ -32,10 +32,11 @@ from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
 from rotorch.planner.held_model import HeldModel, with_transport
-from rotorch.planner.memory import Memory, Traced
+from rotorch.planner.memory import Memory
 from rotorch.planner.memory_at_rest import at_rest
 from rotorch.planner.speeds import Speeds
 from rotorch.planner.step_time import Planned, StepTime, step_time_if
+from rotorch.planner.traced import Traced
 from rotorch.planner.workload import FoldedModel, Numerics, fold
 from rotorch.strategies import batch_ranks, check_composition, context_ranks, parse_parallel
 from rotorch.strategies.single.plan import Single

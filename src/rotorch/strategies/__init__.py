@@ -239,6 +239,11 @@ def check_compiled(strategies: Sequence[Strategy]) -> None:
     for strategy in strategies:
         if strategy.not_compiled:
             raise ConfigError(f"compile: {strategy}: {strategy.not_compiled}. Leave compile out")
+        if isinstance(strategy, StageStrategy) and strategy.cuts_inside:
+            raise ConfigError(
+                f"compile: {strategy}: layers that are cut inside run with other modules in the place of a half. Write "
+                "whole numbers of layers, or leave compile out"
+            )
 
 
 def cuts_features(strategies: Sequence[Strategy]) -> bool:

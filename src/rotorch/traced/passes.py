@@ -33,8 +33,8 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
 from rotorch.models.trial.shared_sequence import try_shared
-from rotorch.planner.memory import BackwardPoint, PerRow, Traced, TracedLayer
 from rotorch.planner.shared_tokens import TracedAttention, own_tokens
+from rotorch.planner.traced import BackwardPoint, PerRow, Traced, TracedLayer
 from rotorch.planner.workload import FoldedModel, fold
 from rotorch.process.forking import start_autograd
 from rotorch.shard.materialize import on_meta
@@ -78,6 +78,7 @@ def trace_memory(
     parts = None if shared is None else _Parts(shared, attentions)
     trace = partial(
         _trace, partial(make, config), every, units, [u.name for u in experts],
+        second=model.spec.order.halves[1].children[0] if model.spec.order.halves else "",
         columns=config.get_text_config().vocab_size, tokens=tokens, precision=precision, parts=parts,
     )  # fmt: skip
     try:
@@ -102,6 +103,7 @@ def trace_memory(
                 _points(ends.of(name), other_ends.of(name)),
                 fits[f"{name} experts"],
                 PerRow(repeated[name]),
+                fits[f"{name} second"],
             )
             for name in names
         ),
@@ -291,11 +293,15 @@ class _Saved:
     def __init__(self, module: nn.Module, *, columns: int) -> None:
         self.held: dict[int, tuple[Tensor, str]] = {}
         """By storage: a tensor in it, and its key."""
+        self.second: dict[int, tuple[Tensor, str]] = {}
+        """Of these, what the second half of a layer saved: with the layer's name."""
         self._columns = columns
         self._weights = {storage_key(p) for p in module.parameters()}
         self.layer = ""
         self.is_behind = False
         """True once the last layer has run."""
+        self.is_second = False
+        """True while the second half of a layer runs."""
         self.attends = False
         """True while an attention of a part of a sequence runs."""
         self.unit: set[int] | None = None
@@ -320,11 +326,14 @@ class _Saved:
         else:
             is_inside = self.unit is not None and key not in self.unit
             kind = f"{self.layer} {'attention' if self.attends else self.inside if is_inside else 'stream'}"
+        if self.is_second and key not in self.held:
+            self.second[key] = tensor, f"{self.layer} second"
         self.held.setdefault(key, (tensor, kind))
         return tensor
 
     def bytes_of(self, kind: str) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor, found in self.held.values() if found == kind)
+        every = (*self.held.values(), *self.second.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor, found in every if found == kind)
 
 
 def _trace(
@@ -334,6 +343,7 @@ def _trace(
     experts: Sequence[str] = (),
     *,
     columns: int,
+    second: str = "",
     rows: int,
     tokens: int,
     precision: Precision,
@@ -363,7 +373,7 @@ def _trace(
         backwards = _Backwards(live)
         for name in names:
             backwards.watch(name, module.get_submodule(name))
-        with live, _named(module, names, units, experts, classes, live=live, saved=saved, given=given):
+        with live, _named(module, names, units, experts, classes, second, live=live, saved=saved, given=given):
             live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go
             with (
                 nullcontext() if parts is None else attentions_alone(module, found=partial(parts.add, saved)),
@@ -375,6 +385,7 @@ def _trace(
             kept["behind"] = float(saved.bytes_of("behind"))
             kept["outside"] = float(saved.bytes_of("outside")) + kept["behind"]
             saved.held.clear()
+            saved.second.clear()
             loss.backward()
             live.name(module.parameters(), category=WEIGHTS)
             live.name((p.grad for p in module.parameters() if p.grad is not None), category=GRADIENTS)
@@ -447,7 +458,7 @@ def _groups_of_any_dtype() -> Iterator[None]:
         moe._can_use_grouped_mm = original
 
 
-_KINDS = ("stream", "interior", "experts", "attention")
+_KINDS = ("stream", "interior", "experts", "attention", "second")
 
 
 @contextmanager
@@ -457,6 +468,7 @@ def _named(
     units: list[str],
     experts: Sequence[str],
     attentions: Set[type],
+    second: str = "",
     *,
     live: LiveStorages,
     saved: _Saved,
@@ -474,10 +486,13 @@ def _named(
             given[f"{name} given"] = float(hidden.untyped_storage().nbytes())
 
         def ends(*_: Any, name: str = name) -> None:
-            saved.layer, saved.is_behind = "", name == names[-1]
+            saved.layer, saved.is_behind, saved.is_second = "", name == names[-1], False
 
         handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
         handles.append(layer.register_forward_hook(ends))
+        if second:
+            begins_second = layer.get_submodule(second).register_forward_pre_hook
+            handles.append(begins_second(lambda *_: setattr(saved, "is_second", True)))
     for name in units:
         unit = module.get_submodule(name)
 

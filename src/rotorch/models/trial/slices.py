@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
-from rotorch.models.trial.stages import why_not_in_stages
+from rotorch.core.spec import Half, ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.trial.stages import find_halves, why_not_in_stages
 from rotorch.models.trial.sums import adds_up, copied
 from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
 from rotorch.models.trial.uses import Use, uses_in_passes
@@ -54,11 +54,15 @@ class Trial:
             that are stacked.
         uses: of weights in a pass, by `pattern_of` their names; None: no tiny model runs.
         not_in_stages: why it cannot be cut between layers, in words; "" if it can, or if nobody knows.
+        halves: both halves of each layer, if it can be cut inside of these.
+        not_in_halves: why it cannot be; "" if it can, or if nobody knows.
     """
 
     on_slices: frozenset[type] = frozenset()
     uses: Mapping[str, Use] | None = field(default=None, hash=False)
     not_in_stages: str = ""
+    halves: tuple[Half, ...] = ()
+    not_in_halves: str = ""
     on_experts: Mapping[type, frozenset[str]] = field(default_factory=dict, hash=False)
 
 
@@ -101,10 +105,12 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
                 on_slices = _run_on_slices(tiny, describe(tiny).units, run=short)
                 on_experts = _run_on_experts(tiny, run=short)
                 not_in_stages = _why_not_in_stages(tiny, run=short)
+                halves, not_in_halves = ((), "") if not_in_stages else find_halves(tiny, run=short)
             except Exception as failed:
                 error = error or failed
                 continue
-            return Trial(frozenset(on_slices), _watched(tiny, run=run), not_in_stages, on_experts)
+            uses = _watched(tiny, run=run)
+            return Trial(frozenset(on_slices), uses, not_in_stages, halves, not_in_halves, on_experts)
     _log.warning("no tiny %s runs (%s): its weights rotate one by one", type(module).__name__, error)
     return Trial()
 

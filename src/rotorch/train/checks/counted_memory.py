@@ -16,9 +16,10 @@ from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.models.trial.shared_sequence import try_shared
 from rotorch.planner.held_model import HeldModel, with_transport
-from rotorch.planner.memory import Memory, Traced
+from rotorch.planner.memory import Memory
 from rotorch.planner.shared_tokens import own_tokens
 from rotorch.planner.stage_costs import counted_costs
+from rotorch.planner.traced import Traced
 from rotorch.planner.workload import fold
 from rotorch.run_config import LoraSection
 from rotorch.shard.materialize import on_meta
@@ -82,7 +83,8 @@ class Counted:
             traced = self._traced()
         except ConfigError:
             return None
-        return counted_costs(self.spec, traced, strategies=self.strategies, batch=self.batch)
+        halves = bool(getattr(self.strategies[-1], "halves", False))
+        return counted_costs(self.spec, traced, strategies=self.strategies, batch=self.batch, halves=halves)
 
     def _traced(self) -> Traced:
         make, shared = partial(make_module, lora=self.lora), None

@@ -25,9 +25,10 @@ from rich.table import Table
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.core.stage_balance import layer_costs
+from rotorch.core.stages import whole_layers
 from rotorch.mesh import device_type
 from rotorch.models.decay import num_decayed_parameters
-from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.pipelining.stage_strategy import StageStrategy, written
 from rotorch.planner.memory import Memory
 from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.process.host_memory import address_space_left_bytes, available_bytes
@@ -148,11 +149,14 @@ def _stages(run: CheckedRun) -> dict[str, Any] | None:
     """Numbers of layers of each stage of a pipeline, and its part of all operations; None without a pipeline."""
     for strategy in run.strategies:
         if isinstance(strategy, StageStrategy):
-            costs = layer_costs(run.spec, batch=micro_batch_of(run.config), recompute=strategy.recomputes_layers)
-            parts, total = strategy.parts_of(run.spec), sum(cost.flops for cost in costs)
+            costs = layer_costs(run.spec, batch=micro_batch_of(run.config), halves=True)
+            each = []
+            for stage, places in enumerate(strategy.places_of(run.spec)):
+                again = strategy.recomputed(stage, part=whole_layers(places))
+                each.append(sum(costs[place].flops for place in places) + sum(costs[2 * n].again_flops for n in again))
             return {
-                "layers": "-".join(str(len(part)) for part in parts),
-                "parts_of_operations": [sum(costs[layer].flops for layer in part) / total for part in parts],
+                "layers": written(strategy.places_of(run.spec), halves=True),
+                "parts_of_operations": [flops / sum(each) for flops in each],
             }
     return None
 
