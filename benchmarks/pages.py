@@ -380,6 +380,23 @@ def tesseract_crossings(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped([origin_of(record, "All of this")])]
 
 
+def dawnpiper(read: Callable[[str], Record]) -> list[str]:
+    """docs/papers.md: the largest micro-batch of a pipeline in a fixed memory, by the cut of its layers."""
+    record = read("papers/dawnpiper.json")
+    lines = table_head(
+        "a rank has", "asked for", "came to", "rows", "peaks of the ranks, MiB", "largest by smallest", "slowest"
+    )
+    equal = {row["limit_bytes"]: row["rows"] for row in record["rows"][::-1] if "rank_memory" not in row["asked"]}
+    for row in record["rows"]:
+        limit = row["limit_bytes"]
+        rows = f"{row['rows']} ({two_digits(row['rows'] / equal[limit])})"
+        peaks = ", ".join(f"{peak / 2**20:.0f}" for peak in row["peaks"])
+        came_to = "the same" if row["layout"] == row["asked"] else f"`{row['layout']}`"
+        cells = [f"{limit >> 20} MiB", f"`{row['asked']}`", came_to, rows, peaks]
+        lines.append(f"| {' | '.join(cells)} | {two_digits(row['max_by_min'])} | {two_digits(row['slowest'])} |")
+    return [*lines, "", *wrapped([origin_of(record)])]
+
+
 PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {
     "speed": (Path("README.md"), speed),
     "grids": (Path("docs") / "grids.md", grids),
@@ -399,6 +416,7 @@ PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]]
     "zeropp bubbles": (Path("docs") / "papers.md", zeropp_bubbles),
     "zeropp sizes": (Path("docs") / "papers.md", zeropp_sizes),
     "zeropp crossings": (Path("docs") / "papers.md", zeropp_crossings),
+    "dawnpiper": (Path("docs") / "papers.md", dawnpiper),
 }
 
 
