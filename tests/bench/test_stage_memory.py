@@ -67,23 +67,26 @@ def test_stages_end_inside_of_layers_where_that_is_faster():
 
 
 @pytest.mark.parametrize(
-    ("parallel", "rows"),
+    ("parallel", "rows", "bound"),
     [
-        ("pp=4[layers=1-2-2-1]", 4),
-        ("pp=2[layers=4-2,recompute=2-0]", 4),
-        pytest.param("pp=2[layers=3-3,recompute=3-1]", 4, marks=pytest.mark.slow),
-        pytest.param("pp=2[layers=3-3,recompute=block]", 2, marks=pytest.mark.slow),
-        pytest.param("pp=2,fsdp=2", 2, marks=pytest.mark.slow),
-        pytest.param("pp=2,fsdp=2[recompute=block]", 2, marks=pytest.mark.slow),
+        ("pp=4[layers=1-2-2-1]", 4, 0.01),
+        ("pp=2[layers=4-2,recompute=2-0]", 4, 0.01),
+        ("zeropp=2x2", 2, 0.02),
+        pytest.param("pp=2[layers=3-3,recompute=3-1]", 4, 0.01, marks=pytest.mark.slow),
+        pytest.param("pp=2[layers=3-3,recompute=block]", 2, 0.01, marks=pytest.mark.slow),
+        pytest.param("pp=2,fsdp=2", 2, 0.01, marks=pytest.mark.slow),
+        pytest.param("pp=2,fsdp=2[recompute=block]", 2, 0.01, marks=pytest.mark.slow),
+        pytest.param("pp=2[schedule=zb_h1]", 2, 0.02, marks=pytest.mark.slow),
+        pytest.param("pp=2[schedule=zbv,layers=1-2-2-1]", 2, 0.02, marks=pytest.mark.slow),
     ],
 )
-def test_peaks_of_all_stages_are_the_planned_ones(parallel, rows):
+def test_peaks_of_all_stages_are_the_planned_ones(parallel, rows, bound):
     """Not only that of the rank that holds most."""
     strategies = parse_parallel(parallel)
-    ranks, inside = num_ranks(strategies), num_ranks(strategies[1:])
+    ranks, inside = num_ranks(strategies), num_ranks(strategies) // strategies[0].stages
     task = replace(TASK, num_ranks=inside, micro_batch=rows)
     asked = planned(config_from_dict(MODEL, source=__file__), rows=rows * TASK.accumulation, tokens=64)
     held = HeldModel.of(asked.spec, folded=asked.folded, short=asked.model, strategies=strategies)
     found = held.peaks(asked.traced, batch=MicroBatch(rows, 64), accumulation=TASK.accumulation)
     measured = run_ranks(peak_of, task, parallel, num_ranks=ranks)
-    assert [memory.total_bytes for memory in found] == pytest.approx(measured[::inside], rel=0.01)
+    assert [memory.total_bytes for memory in found] == pytest.approx(measured[::inside], rel=bound)

@@ -187,6 +187,17 @@ def test_the_first_stages_of_1f1b_keep_more_micro_batches_and_get_fewer_layers_w
         pipeline.balanced(spec, batch=BATCH, num_micro_batches=8, limit_bytes=5000)
 
 
+@pytest.mark.parametrize("text", ["pp=4", "pp=2[schedule=zbv]", "pp=4[schedule=zb_h1]", "zeropp=2x2[chunks=2]"])
+def test_what_stages_keep_together_is_no_more_than_the_most_of_each(text):
+    (pipeline,) = parse_parallel(text)
+    most = pipeline.kept_by_stages(8)
+    for mine, moments in zip(pipeline.stages_by_rank, pipeline.kept_together(8), strict=True):
+        for place, stage in enumerate(mine):
+            assert max(sum(moment[place]) for moment in moments) == most[stage]
+        assert any(late for moment in moments for _, late in moment) == pipeline.splits_backward
+        assert moments[-1] == ((0, 0),) * len(mine)
+
+
 def fitted(parallel, spec, *, num_micro_batches=4):
     return format_parallel(for_batch(parse_parallel(parallel), spec, batch=BATCH, num_micro_batches=num_micro_batches))
 

@@ -252,6 +252,31 @@ class StageStrategy(Strategy):
                 most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
 
+    def kept_together(self, num_micro_batches: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+        """Per rank, the numbers of micro-batches that its stages keep at the same time, of each moment of a step.
+
+        Of each stage two: those before their backward, and those behind it of which weight gradients are to come.
+        """
+        found = []
+        for stages, row in zip(self.stages_by_rank, self.table(num_micro_batches).rows, strict=True):
+            now = {stage: (0, 0) for stage in stages}
+            seen: dict[tuple[tuple[int, int], ...], None] = {}
+            for action in row:
+                whole, put_off = now[action.stage]
+                match action.kind:
+                    case ActionKind.FORWARD:
+                        whole += 1
+                    case ActionKind.BACKWARD:
+                        whole -= 1
+                    case ActionKind.BACKWARD_INPUT:
+                        whole, put_off = whole - 1, put_off + 1
+                    case ActionKind.BACKWARD_WEIGHT:
+                        put_off -= 1
+                now[action.stage] = whole, put_off
+                seen[tuple(now.values())] = None
+            found.append(tuple(seen))
+        return tuple(found)
+
     def balanced(
         self,
         spec: ModelSpec,

@@ -25,13 +25,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from rotorch.core.spec import Unit, UnitKind
 from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
+from rotorch.planner.memory_at_rest import FixedMemory, Gathered, linear_features, trained_weights
+from rotorch.planner.pipeline_time import in_flight, kept_together
 from rotorch.planner.shared_tokens import backward_bytes, kept_bytes, own_tokens
 from rotorch.planner.traced import PerRow, Traced, TracedLayer
 from rotorch.planner.workload import FoldedModel
@@ -128,19 +129,6 @@ def peaks(
     return tuple(map(passes.peak, ranks))
 
 
-def _in_flight(stages: StageStrategy, accumulation: int) -> tuple[int, ...]:
-    """Micro-batches that each stage keeps at a time: no more of many than of a few pipelines full."""
-    few = min(accumulation, accumulation % stages.stages + 4 * stages.stages * stages.num_chunks)
-    return _kept(stages.model_copy(update={"layers": None, "recompute": "none"}), few)
-
-
-@lru_cache(maxsize=1024)
-def _kept(stages: StageStrategy, num_micro_batches: int) -> tuple[int, ...]:
-    if getattr(stages, "schedule", "") == "1f1b":
-        return tuple(min(num_micro_batches, stages.stages - stage) for stage in range(stages.stages))
-    return stages.kept_by_stages(num_micro_batches)
-
-
 @dataclass(frozen=True)
 class _Passes:
     """Micro-batches of a layout, and what they take at each moment (see [Note: moments])."""
@@ -170,7 +158,7 @@ class _Passes:
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """Micro-batches that each stage keeps at a time."""
-        return (1,) if self.stages is None else _in_flight(self.stages, self.accumulation)
+        return (1,) if self.stages is None else in_flight(self.stages, self.accumulation)
 
     @cached_property
     def cuts(self) -> Cuts:
@@ -266,6 +254,8 @@ class _Passes:
                 for less, beside in besides
             ]
             moments.append({"gradients": gradients, "gathered": whole.stage_gradients, "temporaries": given})
+            if 0 in rank.stages:
+                moments.append({"gathered": whole.stage, **self._end_of_first_stage(kept, given=given)})
         else:
             in_forward, in_backward, last = 0.0, 0.0, {"gradients": gradients, "temporaries": given}
             if 0 in rank.stages:
@@ -399,7 +389,9 @@ class _Passes:
         A first backward makes all gradients of the stage, and gives one micro-batch's activations up.
         """
         assert self.stages is not None
-        made = whole.stage_gradients if self.accumulation > fewest else 0.0
+        # Weight gradients that are put off are made when the weights have been freed.
+        waits = self.stages.splits_backward and self.in_whole_layers
+        made = whole.stage_gradients if self.accumulation > fewest and not waits else 0.0
         summed = gradients if self.accumulation > self.stages.unit_of(self.accumulation) else 0.0
         others, everything = kept * (1 - 1 / max(self.in_flight)), whole.stage + whole.stage_gradients
         return [
@@ -417,7 +409,10 @@ class _Passes:
         # The first micro-batch's gradients are there to stay; what adds to them is made apart.
         among, adds = self.in_flight[0], self.accumulation > self.in_flight[0]
         second = kept * max(0.0, 1 - 2 / among), made if self.accumulation > 1 else 0.0
-        left, beside = max((kept * (1 - 1 / among), made if adds else 0.0), second, key=sum)
+        others = kept * (1 - 1 / among)
+        if self.stages is not None and self.stages.splits_backward and self.in_whole_layers:
+            others = min(kept, others + self._operands(0))  # of this one, which are put off now
+        left, beside = max((others, made if adds else 0.0), second, key=sum)
         return {"activations": left, "temporaries": given + beside}
 
     def _passing(self, rank: FixedMemory, *, has_head: bool) -> PerRow:
@@ -460,7 +455,7 @@ class _Passes:
     def _kept(self, rank: FixedMemory) -> tuple[float, float, bool, int]:
         """Bytes that autograd keeps (of all micro-batches, of one layer), presence of a head, fewest in flight."""
         stages, layers, in_flight = self.stages, self.traced.layers, self.in_flight
-        kept, has_head = 0.0, False
+        each: list[float] = []
         for stage in rank.stages or (0,):
             part = self.parts[stage] if stages is not None else range(self.model.num_layers)
             here = self._of_part(stage, part)
@@ -472,10 +467,36 @@ class _Passes:
                 outside -= max((layer.given.of(self.rows) for layer in layers), default=0.0)  # the norm's output
             if not last:  # the output is kept until its gradient comes
                 here += max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in layers), default=0.0)
-            kept += in_flight[stage] * (here + outside)
-            has_head |= last
+            each.append(here + outside)
+        kept = sum(in_flight[stage] * bytes_ for stage, bytes_ in zip(rank.stages or (0,), each, strict=True))
+        if stages is not None and stages.splits_backward:
+            kept = self._kept_together(stages, rank, each)
+        has_head = stages is None or stages.num_stages - 1 in rank.stages
         fewest = min(in_flight[stage] for stage in rank.stages or (0,))
         return kept, max(map(self._of_layer, range(len(layers))), default=0.0), has_head, fewest
+
+    def _kept_together(self, stages: StageStrategy, rank: FixedMemory, each: Sequence[float]) -> float:
+        """Bytes that are kept at a time where backwards leave weight gradients to be made; `each`: of a micro-batch.
+
+        What is put off is the linear layers' operands. Strategies that run layers their own way put nothing off.
+        """
+        put_off = [self._operands(stage) if self.in_whole_layers else 0.0 for stage in rank.stages]
+        position = stages.stages_by_rank.index(rank.stages)
+        moments = kept_together(stages, self.accumulation)[position]
+        sizes = list(zip(each, put_off, strict=True))
+        return max(
+            sum(whole * a + late * b for (whole, late), (a, b) in zip(moment, sizes, strict=True)) for moment in moments
+        )
+
+    def _operands(self, stage: int) -> float:
+        """Bytes of a stage's inputs of linear layers, and of the gradients of their outputs, of one micro-batch."""
+        assert self.stages is not None
+        features = 0
+        for number, count in self.model.counts_of(self.parts[stage]).items():
+            features += count * sum(map(linear_features, self.model.classes[number].units))
+        if stage == self.stages.num_stages - 1:
+            features += sum(map(linear_features, self.model.after))
+        return float(features * self.rows * self.batch.num_tokens * self.batch.itemsize)
 
     def _of_layer(self, number: int) -> float:
         layer, keys = self.traced.layers[number], self.keys[number]

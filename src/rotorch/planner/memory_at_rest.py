@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rotorch.core.spec import Unit, Weight
+from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -202,3 +202,12 @@ class _HeldBytes:
 def trained_weights(unit: Unit) -> tuple[Weight, ...]:
     """Weights of a unit that get gradients."""
     return tuple(weight for weight in unit.weights if weight.trained)
+
+
+def linear_features(unit: Unit) -> int:
+    """Features of inputs of a unit's linear layers and of their outputs; columns of a module share an input."""
+    matrices = [weight for weight in trained_weights(unit) if len(weight.shape) == 2]
+    inputs = [weight.shape[1] for weight in matrices if weight.cut is None or weight.cut.dim == 1]
+    shared = [weight.shape[1] for weight in matrices if weight.cut is not None and weight.cut.dim == 0]
+    together = max(shared, default=0) if unit.kind is UnitKind.MODULE else sum(shared)
+    return sum(weight.shape[0] for weight in matrices) + sum(inputs) + together

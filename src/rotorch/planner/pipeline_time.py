@@ -1,4 +1,4 @@
-"""Seconds of a pipeline's step, by the executor's own table.
+"""A pipeline's step by the executor's own table: its seconds, and the micro-batches that stages keep.
 
 [Note: many micro-batches]
     The first and the last ones of a step are simulated; those between them are evenly spaced.
@@ -27,6 +27,34 @@ def layers_passed(model: FoldedModel, stages: StageStrategy, *, stage: int, part
     again = stages.recomputed(stage, part=part) if stages.recomputes_some else part[:0]
     others = model.counts_of(range(again.stop, part.stop))
     return others + Counter({len(model.classes) + n: count for n, count in model.counts_of(again).items()})
+
+
+def in_flight(stages: StageStrategy, accumulation: int) -> tuple[int, ...]:
+    """Micro-batches that each stage keeps at a time: no more of many than of a few pipelines full."""
+    return _kept(without_layers(stages), _few(stages, accumulation))
+
+
+def kept_together(stages: StageStrategy, accumulation: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+    """The same of each rank's stages at the same time (`StageStrategy.kept_together`)."""
+    return _kept_together(without_layers(stages), _few(stages, accumulation))
+
+
+def _few(stages: StageStrategy, accumulation: int) -> int:
+    return min(accumulation, accumulation % stages.stages + 4 * stages.stages * stages.num_chunks)
+
+
+@lru_cache(maxsize=1024)
+def _kept(stages: StageStrategy, num_micro_batches: int) -> tuple[int, ...]:
+    if getattr(stages, "schedule", "") == "1f1b":
+        return tuple(min(num_micro_batches, stages.stages - stage) for stage in range(stages.stages))
+    return stages.kept_by_stages(num_micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _kept_together(
+    stages: StageStrategy, num_micro_batches: int
+) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+    return stages.kept_together(num_micro_batches)
 
 
 def pipeline_s(
