@@ -79,6 +79,67 @@ def test_halves_one_after_another_are_the_model_or_refused_with_a_reason(tiny, f
         assert torch.equal(module(**batch, use_cache=False).logits, whole)  # nothing is left behind
 
 
+def halves_of(module):
+    order = describe(module).order
+    return order.halves, order.not_in_halves
+
+
+def test_a_dropout_behind_an_attention_is_in_the_half_of_the_attention(tiny):
+    """In a trial it does nothing, and in training it would drop zeros, and nothing of the attention."""
+    config = load_config(tiny("gpt_neox"))
+    config.use_parallel_residual, config.hidden_dropout = False, 0.5
+    with rotorch.on_meta():
+        (first, second), _ = halves_of(causal_lm(config))
+    assert "post_attention_dropout" in first.children and "post_mlp_dropout" in second.children
+
+
+def test_layers_that_do_something_behind_both_blocks_stay_whole(tiny, monkeypatch):
+    config = load_config(tiny("llama"))
+    kind = type(causal_lm(config).model.layers[0])
+    forward, init = kind.forward, kind.__init__
+
+    def scaled(self, *args, **kwargs):
+        return forward(self, *args, **kwargs) * self.scale
+
+    def with_scale(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.register_buffer("scale", torch.ones(1))  # as it comes; a checkpoint has another
+
+    monkeypatch.setattr(kind, "forward", scaled)
+    monkeypatch.setattr(kind, "__init__", with_scale)
+    config.rms_norm_eps = 1.5e-5  # no trial is known of it
+    with rotorch.on_meta():
+        halves, why = halves_of(causal_lm(config))
+    assert not halves and "weights or buffers of their own" in why
+
+    monkeypatch.setattr(kind, "__init__", init)
+
+    def dropped(self, *args, **kwargs):
+        return torch.nn.functional.dropout(forward(self, *args, **kwargs), p=0.1, training=self.training)
+
+    monkeypatch.setattr(kind, "forward", dropped)
+    config.rms_norm_eps = 1.6e-5
+    with rotorch.on_meta():
+        halves, why = halves_of(causal_lm(config))
+    assert not halves and "gives something else where a layer's attention and what follows are apart" in why
+
+
+@pytest.mark.parametrize("change", ["hook", "checkpointing"])
+def test_what_would_act_in_both_stages_of_a_layer_is_refused(tiny, change):
+    config = load_config(tiny("llama"))
+    module = causal_lm(config)
+    staged = StagedModule(module, order=describe(module).order, places=(range(1), range(1, 4)))
+    ids = torch.zeros(2, 7, dtype=torch.int64)
+    if change == "hook":
+        module.model.layers[0].register_forward_hook(lambda *_: None)
+        words = "a hook on layer 0 would act in both stages"
+    else:
+        module.model.layers[0].gradient_checkpointing = True  # as transformers enables it
+        words = "gradient checkpointing is enabled on layer 0, of which a stage has one half"
+    with pytest.raises(ConfigError, match=words), staged.stage(0, received=None):
+        module(ids, use_cache=False)
+
+
 @pytest.mark.parametrize(
     ("asked", "times", "words"),
     [

@@ -155,6 +155,12 @@ def test_what_is_written_reads_back(strategies):
             "pp=2[recompute=2-1-0]",
             "recompute=2-1-0 are 3 stages, but there are 2 (ranks times chunks). Write 2",
         ),
+        (
+            "zeropp=2x1[rank_memory=1GiB,recompute=auto]",
+            "saves little. Write recompute=none, or pp=...",
+        ),
+        ("pp=2[layers=12345678-1]", "no number of layers for each stage"),
+        ("pp=2[recompute=00-01]", "no layers that are computed again"),
         ("zeropp=2x1[recompute=auto]", "and there is none. Write rank_memory=2GiB beside it, or recompute=block"),
         ("pp=2[rank_memory=1GiB,recompute=2-1]", "decides what these are. Write recompute=auto, or layers=..."),
         ("pp=2[layers=2.5-2.25]", "layers=2.5-2.25: no number of layers for each stage. Write for example layers=3-5"),

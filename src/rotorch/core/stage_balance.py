@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
@@ -146,6 +146,7 @@ def balanced(
     limit_bytes: float | None = None,
     shared_by: int = 1,
     gathered: float = 0.0,
+    halves: bool = False,
 ) -> tuple[range, ...]:
     """Cuts layers into stages, none empty, so that the slowest stage is as fast as possible.
 
@@ -157,12 +158,14 @@ def balanced(
         limit_bytes: no stage may take more; None: no limit.
         shared_by: number of ranks that share the weights of a stage.
         gathered: fraction of `gathered_bytes` that counts for a stage; 0 where nothing is gathered.
+        halves: costs are those of half layers.
 
     Raises:
         ConfigError: no cut keeps every stage within the limit; gives the bytes of the best one.
     """
     limit = inf if limit_bytes is None else limit_bytes
-    return _cut(costs, kept=kept, limit_bytes=limit, shared_by=shared_by, gathered=gathered)[0]
+    how: dict[str, Any] = {"shared_by": shared_by, "gathered": gathered, "halves": halves}
+    return _cut(costs, kept=kept, limit_bytes=limit, again=False, **how)[0]
 
 
 def balanced_within(
@@ -187,8 +190,8 @@ def balanced_within(
     Returns:
         The stages, and the number of layers that each computes again.
     """
-    grain = 2 if halves else 1
-    return _cut(costs, kept=kept, limit_bytes=limit_bytes, shared_by=shared_by, gathered=gathered, grain=grain)
+    how: dict[str, Any] = {"shared_by": shared_by, "gathered": gathered, "halves": halves}
+    return _cut(costs, kept=kept, limit_bytes=limit_bytes, again=True, **how)
 
 
 def _cut(
@@ -198,7 +201,8 @@ def _cut(
     limit_bytes: float,
     shared_by: int,
     gathered: float,
-    grain: int = 0,
+    halves: bool,
+    again: bool,
 ) -> tuple[tuple[range, ...], tuple[int, ...]]:
     from rotorch.core.stage_cuts import Cuts, Row  # NumPy: most commands cut no stages
 
@@ -218,12 +222,15 @@ def _cut(
         redone=[cost.redone_bytes for cost in costs],
         output=max(cost.output_bytes for cost in costs),
     )
+    per_layer = 2 if halves else 1
+    grain = per_layer if again else 0
     cuts = Cuts(row, kept=kept, shared_by=shared_by, gathered=gathered, largest=limit_bytes, grain=grain)
     found = cuts.best()
     if found is None:
+        helps = not again and any(cost.again_flops for cost in costs)
         raise ConfigError(
-            f"no cut of {len(costs)} layers into {len(kept)} stages keeps each within {format_bytes(limit_bytes)}: the "
-            f"best one takes {format_bytes(cuts.smallest())}. Write more memory, more ranks, a smaller micro-batch"
-            f"{'' if grain else ', or recompute=auto'}"
+            f"no cut of {len(costs) // per_layer} layers into {len(kept)} stages keeps each within "
+            f"{format_bytes(limit_bytes)}: the best one takes {format_bytes(cuts.smallest())}. Write more memory, more "
+            f"ranks, a smaller micro-batch{', or recompute=auto' if helps else ''}"
         )
     return found

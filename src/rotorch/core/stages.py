@@ -111,10 +111,11 @@ def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str, inside: boo
         raise ConfigError(
             f"{strategy}: {spec.name} cannot be cut into stages: {order.refused}. Write rtp or fsdp, which cut layers"
         )
-    if num_stages > len(order.layers) * (2 if inside else 1):
+    most, least = (order.num_places, "half a layer") if inside else (len(order.layers), "one layer")
+    if num_stages > most:
         raise ConfigError(
-            f"{strategy}: {num_stages} stages over {spec.name}, which has {len(order.layers)} layers: a stage has one "
-            f"layer or more. Write at most {len(order.layers)} stages (ranks times chunks)"
+            f"{strategy}: {num_stages} stages over {spec.name}, which has {len(order.layers)} layers: a stage has "
+            f"{least} or more. Write at most {most} stages (ranks times chunks)"
         )
     for weight in spec.weights:
         if not weight.shape:

@@ -37,6 +37,7 @@ from rotorch.models.trial.features import is_from_config, last_linear, why_not_i
 from rotorch.models.trial.sequence import why_not_along_tokens
 from rotorch.models.trial.shared_sequence import SharedTrial, runs_whole, try_shared, with_sequences_shared
 from rotorch.models.trial.slices import Trial, try_tiny
+from rotorch.models.trial.stages import has_own
 from rotorch.models.whole_experts import stacked_experts, with_experts
 
 _log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ def describe(
         roles = _expand(tensor_parallel_plan(module), module)
         spec = _spec(module, roles, weights)
         classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
-        can_be_tried = is_from_config(module) and (classes or large_and_left(module, spec))
+        can_be_tried = is_from_config(module) and (classes or order.layers or large_and_left(module, spec))
         trial = try_tiny(module, describe=_trusting) if can_be_tried else Trial()
         for each in sorted(c.__name__ for c in classes - trial.on_slices):
             _log.info("%s does not run on slices of its weights: they rotate one by one", each)
@@ -123,7 +124,7 @@ def _with_halves(order: LayerOrder, trial: Trial, module: nn.Module) -> LayerOrd
     known = {name for half in trial.halves for name in half.children}
     for layer in map(module.get_submodule, order.layers if trial.halves else ()):
         children = {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
-        if not children <= known or any(True for _ in layer.parameters(recurse=False)):
+        if not children <= known or has_own(layer):
             return replace(order, not_in_halves="its layers have different modules")
     return replace(order, halves=trial.halves, not_in_halves=trial.not_in_halves)
 

@@ -7,6 +7,13 @@
     nothing, the first layer of the stage gets the received tensor in place of its argument, and the forward ends at the
     beginning of the next stage (`StageOutput`), so norm, head and loss run in the last stage only. Layers are skipped
     by other entries in the module list, for the time of one forward; names and modules stay.
+
+[Note: half layers]
+    In a layer h + mlp(norm(h)) follows h + attention(norm(h)). A stage may end, or begin, between the two: the layer's
+    own forward runs in both stages, with other entries for the modules of the other half: the block adds zeros, which
+    take no memory, and what lies before or behind it passes on what it is given. A tiny model shows that this is the
+    same (`models/trial/stages.py`): it is not where both blocks are given the same input, or hidden states are scaled.
+    Hooks of the layer itself would act in both stages, and a second forward of it have all modules: both are refused.
 """
 
 from __future__ import annotations
@@ -188,6 +195,7 @@ class StagedModule:
 
     def _without(self, layer: int, half: Half) -> AbstractContextManager[None]:
         """Lets a layer run without one of its halves (see [Note: half layers])."""
+        _check_alone(self._layers[layer], number=layer)
         instead: dict[str, nn.Module] = {name: _PassesOn() for name in half.children}
         return _replaced(self._layers[layer], {**instead, half.block: _AddsNothing(half.outputs)})
 
@@ -202,6 +210,23 @@ def _replaced(module: nn.Module, entries: Mapping[str, nn.Module]) -> Iterator[N
         yield
     finally:
         there.update(kept)
+
+
+def _check_alone(layer: nn.Module, *, number: int) -> None:
+    """Raises `ConfigError` if something else than its forward depends on a layer that runs in two stages."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    for hook in (hook for each in hooks for hook in each.values()):
+        made_by = getattr(getattr(hook, "func", hook), "__module__", "")
+        if not made_by.startswith("rotorch."):
+            raise ConfigError(
+                f"a hook on layer {number} would act in both stages that have a half of it. Put it on its modules, or "
+                "write whole numbers of layers"
+            )
+    if getattr(layer, "gradient_checkpointing", False):
+        raise ConfigError(
+            f"gradient checkpointing is enabled on layer {number}, of which a stage has one half. Write "
+            "recompute=block of pp or zeropp in its place, or whole numbers of layers"
+        )
 
 
 def _ends(_: nn.Module, __: Any, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Base of `pp` and `zeropp`: a model cut between layers into stages, over ranks that micro-batches pass."""
+"""Base of `pp` and `zeropp`: a model cut between layers, or inside, into stages that micro-batches pass."""
 
 from __future__ import annotations
 
@@ -69,8 +69,13 @@ class StageStrategy(Strategy):
                     f"{told}: as few layers are computed again as a limit of memory takes, and there is none. Write "
                     "rank_memory=2GiB beside it, or recompute=block"
                 )
+            if self.splits_backward:
+                raise ConfigError(
+                    f"{told}: weight gradients that are put off keep what they need until they are made, so computing "
+                    "it again saves little. Write recompute=none, or pp=... with schedule=1f1b"
+                )
             return self
-        if not re.fullmatch(r"[0-9]+(-[0-9]+)*", self.recompute):
+        if not re.fullmatch(r"(0|[1-9][0-9]{0,6})(-(0|[1-9][0-9]{0,6}))*", self.recompute):
             raise ConfigError(
                 f"{told}: no layers that are computed again. Write none, block, auto, or a number of layers for each "
                 "stage, for example recompute=2-1-0-0"
@@ -118,7 +123,7 @@ class StageStrategy(Strategy):
     def _layers_are_numbers(self) -> Self:
         if self.layers is None:
             return self
-        number = r"([1-9][0-9]*(\.5)?|0\.5)"
+        number = r"([1-9][0-9]{0,6}(\.5)?|0\.5)"
         if not re.fullmatch(rf"{number}(-{number})*", self.layers):
             raise ConfigError(
                 f"{self.kind}: layers={self.layers}: no number of layers for each stage. Write for example layers=3-5 "
@@ -224,7 +229,7 @@ class StageStrategy(Strategy):
         if self.layers is not None:
             ends = accumulate(self._place_counts, initial=0)
             return tuple(range(start, end) for start, end in pairwise(ends))
-        parts = balanced(layer_costs(spec, halves=self.halves), kept=[1] * self.num_stages)
+        parts = balanced(layer_costs(spec, halves=self.halves), kept=[1] * self.num_stages, halves=self.halves)
         return parts if self.halves else places_of(parts)
 
     def parts_of(self, spec: ModelSpec) -> tuple[range, ...]:
@@ -319,7 +324,7 @@ class StageStrategy(Strategy):
             parts, numbers = balanced_within(costs, limit_bytes=limit, halves=self.halves, **how)
             recompute = "-".join(map(str, numbers)) if any(numbers) else "none"
         else:
-            parts = balanced(costs, limit_bytes=limit, **how)
+            parts = balanced(costs, limit_bytes=limit, halves=self.halves, **how)
         chosen = {"layers": written(parts, halves=self.halves), "halves": False}
         return self.model_copy(update={**chosen, "recompute": recompute, "rank_memory": None})
 
@@ -390,7 +395,7 @@ class StageStrategy(Strategy):
         check_stages(spec, num_stages=self.num_stages, strategy=str(self), inside=self.cuts_inside)
         there, order = len(spec.order.layers), spec.order
         if self.cuts_inside and not order.halves:
-            why = order.not_in_halves or "no tiny model of its kind has shown how"
+            why = order.not_in_halves or "no tiny model of its kind was tried, which is so of models with adapters"
             raise ConfigError(
                 f"{self}: layers of {spec.name} cannot be cut inside: {why}. Write whole numbers of layers"
             )
@@ -404,7 +409,7 @@ class StageStrategy(Strategy):
                 if (number := self._recompute_counts[stage]) > len(part):
                     raise ConfigError(
                         f"{self}: recompute={self.recompute} computes {number} layers of stage {stage} again, which "
-                        f"has {len(part)} of {there}. Write at most {len(part)}"
+                        f"has {len(part)} whole ones of {there}. Write at most {len(part)}"
                     )
 
     def check_around(self, inner: Strategy) -> None:

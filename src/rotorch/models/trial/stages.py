@@ -10,21 +10,26 @@
 [Note: trial of halves]
     A layer may be cut inside if it calls two blocks with matrices, one after the other, and if nobody can tell when one
     half of its modules is left out in one stage and the other in the next. Norms between the blocks may belong to
-    either (of a block's output, or of the next one's input), so each place between them is tried.
+    either (of a block's output, or of the next one's input), and so may dropouts, which scale what they are given here:
+    each place between the blocks is tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten
 from rotorch.core.spec import Half, LayerOrder
 from rotorch.models.stages import StagedModule, StageOutput, layer_order
 
+_SCALE = 1.25
 _TOLERANCE = 1e-9
 """Relative, of outputs. The operations are the same, so mostly there is no difference at all."""
 
@@ -72,11 +77,44 @@ def find_halves(tiny: nn.Module, *, run: Callable[[], Any]) -> tuple[tuple[Half,
     """
     order = layer_order(tiny)
     layers = [tiny.get_submodule(name) for name in order.layers]
+    with _felt(layers):
+        return _find_halves(tiny, order, layers, run=run)
+
+
+def has_own(layer: nn.Module) -> bool:
+    """True if a layer has weights or buffers that none of its modules has: nobody knows where it uses them."""
+    return any(True for held in (layer.parameters(recurse=False), layer.buffers(recurse=False)) for _ in held)
+
+
+@contextmanager
+def _felt(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Lets modules without weights, and dropout, scale what they are given, within the block.
+
+    A dropout does nothing in a trial, so it would not be missed in either half.
+    """
+    scaled = mock.patch.object(F, "dropout", lambda given, *_, **__: given * _SCALE)
+    children = [child for layer in layers for child in layer.children() if not any(True for _ in child.parameters())]
+
+    def hook(_: nn.Module, __: Any, output: Any) -> Any:
+        return output * _SCALE if isinstance(output, Tensor) and output.is_floating_point() else output
+
+    hooks = [child.register_forward_hook(hook) for child in dict.fromkeys(children)]
+    try:
+        with scaled:
+            yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+def _find_halves(
+    tiny: nn.Module, order: LayerOrder, layers: Sequence[nn.Module], *, run: Callable[[], Any]
+) -> tuple[tuple[Half, ...], str]:
     whole, calls = _watched_children(layers, run=run)
     if any(found != calls[0] for found in calls):
         return (), "its layers call different modules"
-    if any(True for layer in layers for _ in layer.parameters(recurse=False)):
-        return (), "its layers have weights of their own, beside those of their modules"
+    if any(map(has_own, layers)):
+        return (), "its layers have weights or buffers of their own, beside those of their modules"
     names = [name for name, _ in calls[0]]
     if len(set(names)) < len(names):
         return (), "its layers call a module twice"

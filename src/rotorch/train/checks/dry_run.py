@@ -120,7 +120,10 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
         "resume": None if run.resume is None else str(run.resume.checkpoint),
         "step": 0 if run.resume is None else run.resume.manifest.step,
         "stages": _stages(run),
-        "highest": [None if each is None else _rounded(each) for each in counted],
+        "highest": [
+            None if each is None else _rounded(each, optimizer_bytes=plan.optimizer_bytes)
+            for each, plan in zip(counted, ranks, strict=True)
+        ],
         "not_counted": not_counted,
         "ranks": [{**asdict(plan), **{name: getattr(plan, name) for name in _SUMS}} for plan in ranks],
         "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
@@ -136,6 +139,8 @@ def _counted(run: CheckedRun, *, per_host: int) -> tuple[Sequence[Memory | None]
         return nothing, "compiled passes keep other tensors"
     if config.data.kind == "preferences":
         return nothing, "the loss of preferences keeps other tensors"
+    if not run.spec.order.layers:
+        return nothing, f"{run.spec.name} does not say what its layers are"
     batch, precision = micro_batch_of(config), config.train.precision
     passes = Counted(run.model_config, run.spec, run.strategies_in_passes, batch, precision, config.lora)
     device = device_type(config.train.device)
@@ -161,9 +166,10 @@ def _stages(run: CheckedRun) -> dict[str, Any] | None:
     return None
 
 
-def _rounded(memory: Memory) -> dict[str, int]:
-    """Bytes by category, of those that have any."""
-    return {name: round(num_bytes) for name, num_bytes in memory.by_category.items() if round(num_bytes)}
+def _rounded(memory: Memory, *, optimizer_bytes: int) -> dict[str, int]:
+    """Bytes by category, of those that have any, with the state of this run's optimizer."""
+    found = {**memory.by_category, "optimizer": optimizer_bytes}
+    return {name: round(num_bytes) for name, num_bytes in found.items() if round(num_bytes)}
 
 
 def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, highest: Memory | None, *, rank: int) -> RankPlan:
