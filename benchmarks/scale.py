@@ -49,10 +49,10 @@ from rotorch.mesh import make_mesh, sum_in_one_message
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.planner.prediction import predict
-from rotorch.run_config import RunConfig
+from rotorch.run_config import RunConfig, batch_sizes
 from rotorch.shard.materialize import on_meta
 from rotorch.shard.sharded_weight import Chunk, ChunkedTensor, cut_chunks
-from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 from rotorch.testing.fake import as_rank
 from rotorch.train.checkpoint.manifest import (
     FileEntry,
@@ -267,7 +267,9 @@ def run_of(spec: ModelSpec, layout: str, *, manifest: Manifest) -> CheckedRun:
     )
     nothing, out = cast(Any, None), Path(config.train.out)
     model, resume = config_from_dict(MODEL, source="a 70B"), SimpleNamespace(checkpoint="step-1", manifest=manifest)
-    return CheckedRun(config, parse_parallel(layout), nothing, model, spec, nothing, out, out, cast(Any, resume), "")
+    strategies = parse_parallel(layout)
+    sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
+    return CheckedRun(config, strategies, sizes, model, spec, nothing, out, out, cast(Any, resume), "")
 
 
 def manifest_of(spec: ModelSpec, layout: str) -> Manifest:

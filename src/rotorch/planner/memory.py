@@ -221,6 +221,8 @@ class _Passes:
         kept, first, has_head, fewest = self._kept(rank)
         held, whole = dict(rank.by_category), rank.gathered
         gradients = held.pop("gradients")
+        if self.inner.kind == "ddp" and self.accumulation > 1:
+            gradients *= 2  # DDP's buckets, and what micro-batches add up without them
         # Those of a ring, and those of the strategy inside of it.
         held["slots"] = held["slots"] + self.slots_bytes if self.sharing else max(held["slots"], self.slots_bytes)
         has_own = any(s.gradients_stay for s in (*self.sharing, self.inner)) or self.accumulation > fewest
@@ -467,18 +469,22 @@ class _Passes:
                 outside -= max((layer.given.of(self.rows) for layer in layers), default=0.0)  # the norm's output
             if not last:  # the output is kept until its gradient comes
                 here += max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in layers), default=0.0)
+            if last and stages is not None:  # of each micro-batch; one's are counted where the loss is
+                here += self._logits_bytes
             each.append(here + outside)
         kept = sum(in_flight[stage] * bytes_ for stage, bytes_ in zip(rank.stages or (0,), each, strict=True))
-        if stages is not None and stages.splits_backward:
+        if stages is not None and (stages.splits_backward or stages.num_chunks > 1):
             kept = self._kept_together(stages, rank, each)
         has_head = stages is None or stages.num_stages - 1 in rank.stages
+        kept -= self._logits_bytes if stages is not None and has_head else 0.0
         fewest = min(in_flight[stage] for stage in rank.stages or (0,))
         return kept, max(map(self._of_layer, range(len(layers))), default=0.0), has_head, fewest
 
     def _kept_together(self, stages: StageStrategy, rank: FixedMemory, each: Sequence[float]) -> float:
-        """Bytes that are kept at a time where backwards leave weight gradients to be made; `each`: of a micro-batch.
+        """Bytes that all stages of a rank keep at the same time; `each`: of a micro-batch, by stage.
 
-        What is put off is the linear layers' operands. Strategies that run layers their own way put nothing off.
+        Behind a backward that leaves weight gradients to be made, operands of linear layers are kept. Strategies that
+        run layers their own way put nothing off.
         """
         put_off = [self._operands(stage) if self.in_whole_layers else 0.0 for stage in rank.stages]
         position = stages.stages_by_rank.index(rank.stages)
@@ -487,6 +493,14 @@ class _Passes:
         return max(
             sum(whole * a + late * b for (whole, late), (a, b) in zip(moment, sizes, strict=True)) for moment in moments
         )
+
+    @property
+    def _logits_bytes(self) -> float:
+        """Bytes of the logits of one micro-batch that a loss keeps, on one rank; 0 if a slice at a time exists."""
+        if self.model.head is None or self.ring is not None or self.cuts != Cuts():
+            return 0.0
+        columns = next(weight.shape[0] for weight in self.model.head.weights if len(weight.shape) == 2)
+        return float(self.rows * self.batch.num_tokens * columns * self.batch.loss_itemsize)
 
     def _operands(self, stage: int) -> float:
         """Bytes of a stage's inputs of linear layers, and of the gradients of their outputs, of one micro-batch."""
