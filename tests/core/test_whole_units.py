@@ -108,3 +108,12 @@ def test_choosing_twice_changes_nothing():
 
 def test_alone_on_a_ring_nothing_is_chosen():
     assert not any(map(is_whole, osdp("1GiB", inner="fsdp", size=1).units_of(SPEC).units))
+
+
+def test_the_choice_does_not_hang_on_the_transport_that_auto_comes_to():
+    """A plan knows it, and a run chooses before."""
+    strategy = osdp(least_bytes("rtp") + 200_000, inner="rtp")
+    transports = ("auto", "send_receive", "shared_memory", "symmetric_memory")
+    every = [strategy.model_copy(update={"transport": name}).units_of(SPEC) for name in transports]
+    chosen = [[is_whole(unit) for unit in spec.units] for spec in every]
+    assert all(found == chosen[0] for found in chosen) and any(chosen[0]) and not all(chosen[0])

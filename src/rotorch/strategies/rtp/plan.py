@@ -206,8 +206,8 @@ class RTP(OneAxis):
         held = (with_whole_experts(spec) if self.experts == "whole" else spec).with_inside_cut()
         if self.memory is not None:
             # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank. Nor
-            # may the choice hang on what "auto" comes to between GPUs.
-            known = self.transport not in ("auto", "symmetric_memory")
+            # may the choice hang on what "auto" comes to.
+            known = self.transport not in ("auto", "symmetric_memory", "shared_memory")
             transport = self.transport if known else "send_receive"
             unlimited = self.model_copy(update={"memory": None, "transport": transport})
             weighed = self._in_visits(held) if self.visits_together else held
