@@ -121,7 +121,7 @@ def test_the_first_layers_of_each_stage_run_again_as_many_as_are_written(five_la
     first, second = run_ranks(layers_run, five_layers, "pp=2[layers=3-2,recompute=2-0]", num_ranks=2)
     assert {n: ran for n, ran in first.items() if ran} == {0: 4, 1: 4, 2: 2}
     assert {n: ran for n, ran in second.items() if ran} == {3: 2, 4: 2}
-    with pytest.raises(ConfigError, match=r"computes 4 layers of stage 0 again, which has 3 of 5. Write at most 3"):
+    with pytest.raises(ConfigError, match=r"computes 4 layers of stage 0 again, which has 3 whole ones of 5"):
         parse_parallel("pp=2[layers=3-2,recompute=4-0]")[0].check(describe(causal_lm(load_config(five_layers))))
 
 
