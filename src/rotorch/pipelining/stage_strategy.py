@@ -80,17 +80,21 @@ class StageStrategy(Strategy):
                 f"{told}: no layers that are computed again. Write none, block, auto, or a number of layers for each "
                 "stage, for example recompute=2-1-0-0"
             )
-        if len(self._recompute_counts) != self.num_stages:
-            raise ConfigError(
-                f"{told} are {len(self._recompute_counts)} stages, but there are {self.num_stages} (ranks times "
-                f"chunks). Write {self.num_stages} numbers"
-            )
+        self._check_one_each(self._recompute_counts, told=told)
         if self.rank_memory is not None:
             raise ConfigError(
                 f"{told} counts layers of stages, and rank_memory={self.rank_memory} decides what these are. Write "
                 "recompute=auto, or layers=... in the place of rank_memory"
             )
         return self
+
+    def _check_one_each(self, numbers: Sequence[int], *, told: str) -> None:
+        """Raises `ConfigError` unless there is a number for each stage; `told`: the option as it is written."""
+        if len(numbers) != self.num_stages:
+            raise ConfigError(
+                f"{told} are {len(numbers)} stages, but there are {self.num_stages} (ranks times chunks). Write "
+                f"{self.num_stages} numbers"
+            )
 
     @property
     def _recompute_counts(self) -> list[int]:
@@ -129,11 +133,7 @@ class StageStrategy(Strategy):
                 f"{self.kind}: layers={self.layers}: no number of layers for each stage. Write for example layers=3-5 "
                 "or layers=2.5-5.5"
             )
-        if len(self._place_counts) != self.num_stages:
-            raise ConfigError(
-                f"{self.kind}: layers={self.layers} are {len(self._place_counts)} stages, but there are "
-                f"{self.num_stages} (ranks times chunks). Write {self.num_stages} numbers"
-            )
+        self._check_one_each(self._place_counts, told=f"{self.kind}: layers={self.layers}")
         if self.halves:
             raise ConfigError(
                 f"{self.kind}: layers={self.layers} distributes the layers, and halves=true asks for it. Leave one of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy, sharing, with_visits
@@ -68,19 +69,23 @@ class HeldModel:
         )
 
 
-def with_transport(strategy: Strategy, *, device: str, reach: int, per_host: int) -> Strategy:
-    """The strategy with the transport that `auto` comes to.
+def with_transports(strategies: Sequence[Strategy], *, device: str, per_host: int) -> tuple[Strategy, ...]:
+    """The same strategies with the transports that `auto` comes to.
 
     Args:
-        strategy: as it is on the device.
+        strategies: outermost first, as they are on the device.
         device: of ranks, "cpu" or "cuda".
-        reach: ranks side by side that this strategy and those inside of it take.
         per_host: ranks of a host.
     """
-    if getattr(strategy, "transport", None) != "auto":
+
+    def resolved(number: int, strategy: Strategy) -> Strategy:
+        if getattr(strategy, "transport", None) != "auto":
+            return strategy
+        if device == "cpu":
+            return strategy.model_copy(update={"transport": "shared_memory"})
+        reach = prod(each.num_ranks for each in strategies[number:])  # ranks side by side, of it and inside of it
+        if strategy.slices_visit and strategy.num_ranks > 1 and reach <= per_host:
+            return strategy.model_copy(update={"transport": "symmetric_memory"})
         return strategy
-    if device == "cpu":
-        return strategy.model_copy(update={"transport": "shared_memory"})
-    if strategy.slices_visit and strategy.num_ranks > 1 and reach <= per_host:
-        return strategy.model_copy(update={"transport": "symmetric_memory"})
-    return strategy
+
+    return tuple(resolved(number, strategy) for number, strategy in enumerate(strategies))

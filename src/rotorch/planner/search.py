@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf, prod
+from math import inf
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision, dtype_of_passes, itemsize_of_passes
@@ -31,7 +31,7 @@ from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
 from rotorch.planner.compositions import compositions, sharing_sequences
-from rotorch.planner.held_model import HeldModel, with_transport
+from rotorch.planner.held_model import HeldModel, with_transports
 from rotorch.planner.memory import Memory
 from rotorch.planner.memory_at_rest import at_rest
 from rotorch.planner.speeds import Speeds
@@ -331,8 +331,8 @@ class _Search:
         strategies = parse_parallel(text)
         check_composition(strategies)
         task = self._of_sharing(context_ranks(strategies))
-        reach = [prod(each.num_ranks for each in strategies[number:]) for number in range(len(strategies))]
-        strategies = tuple(_on_device(each, task.cluster, reach=n) for each, n in zip(strategies, reach, strict=True))
+        device, per_host = task.cluster.device.type, task.cluster.devices_per_node
+        strategies = with_transports([s.on_device(device) for s in strategies], device=device, per_host=per_host)
         strategies = tuple(strategy.at_precision(dtype_of_passes(task.precision)) for strategy in strategies)
         strategies = tuple(self._with_layers(strategy) for strategy in strategies)
         for strategy in strategies:
@@ -462,12 +462,6 @@ def judged(task: Task, text: str, *, rows: int, accumulation: int) -> Plan:
     memory = asked.memory(candidate, rows, accumulation)
     time = asked.time(candidate, rows, accumulation)
     return Plan(text, rows, accumulation, memory, time, task.batch.num_tokens, memory.total_bytes <= task.budget_bytes)
-
-
-def _on_device(strategy: Strategy, cluster: Cluster, *, reach: int) -> Strategy:
-    """The strategy as it is on the cluster's devices; resolves `transport=auto` for `reach` ranks side by side."""
-    device = cluster.device.type
-    return with_transport(strategy.on_device(device), device=device, reach=reach, per_host=cluster.devices_per_node)
 
 
 def _pipeline(parallel: str) -> str:

@@ -15,7 +15,7 @@ from rotorch.core.stage_balance import LayerCost
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.models.trial.shared_sequence import try_shared
-from rotorch.planner.held_model import HeldModel, with_transport
+from rotorch.planner.held_model import HeldModel, with_transports
 from rotorch.planner.memory import Memory
 from rotorch.planner.shared_tokens import own_tokens
 from rotorch.planner.stage_costs import counted_costs
@@ -59,11 +59,7 @@ class Counted:
         Raises:
             ConfigError: the passes cannot be counted, since they look at values of tensors.
         """
-        reach = [prod(each.num_ranks for each in self.strategies[number:]) for number in range(len(self.strategies))]
-        strategies = tuple(
-            with_transport(each, device=device, reach=ranks, per_host=per_host)
-            for each, ranks in zip(self.strategies, reach, strict=True)
-        )
+        strategies = with_transports(self.strategies, device=device, per_host=per_host)
         folded = fold(self.spec)
         held = HeldModel.of(self.spec, folded=folded, short=folded.short(), strategies=strategies)
         found = held.peaks(self._traced(), batch=self.batch, accumulation=accumulation)
