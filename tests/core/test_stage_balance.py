@@ -11,6 +11,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.stage_balance import LayerCost, balanced, balanced_within, layer_costs
 from rotorch.core.traffic import MicroBatch
+from rotorch.pipelining.actions import ActionKind
 from rotorch.strategies import for_batch, format_parallel, parse_parallel
 
 COSTS = st.builds(LayerCost, *[st.integers(0, most) for most in (9, 18, 9, 9, 9)])
@@ -187,10 +188,21 @@ def test_the_first_stages_of_1f1b_keep_more_micro_batches_and_get_fewer_layers_w
         pipeline.balanced(spec, batch=BATCH, num_micro_batches=8, limit_bytes=5000)
 
 
+def counted(table):
+    """Per stage, the most micro-batches between a forward and the last part of its backward, action by action."""
+    ends = ActionKind.BACKWARD_WEIGHT if table.splits_backward else ActionKind.BACKWARD
+    most, now = [0] * table.num_stages, [0] * table.num_stages
+    for action in (action for row in table.rows for action in row):
+        now[action.stage] += (action.kind is ActionKind.FORWARD) - (action.kind is ends)
+        most[action.stage] = max(most[action.stage], now[action.stage])
+    return tuple(most)
+
+
 @pytest.mark.parametrize("text", ["pp=4", "pp=2[schedule=zbv]", "pp=4[schedule=zb_h1]", "zeropp=2x2[chunks=2]"])
 def test_what_stages_keep_together_is_no_more_than_the_most_of_each(text):
     (pipeline,) = parse_parallel(text)
     most = pipeline.kept_by_stages(8)
+    assert most == counted(pipeline.table(8))
     for mine, moments in zip(pipeline.stages_by_rank, pipeline.kept_together(8), strict=True):
         for place, stage in enumerate(mine):
             assert max(sum(moment[place]) for moment in moments) == most[stage]

@@ -248,13 +248,10 @@ class StageStrategy(Strategy):
 
     def kept_by_stages(self, num_micro_batches: int) -> tuple[int, ...]:
         """Per stage, the most micro-batches that are between its forward and their last gradient at a time."""
-        table = self.table(num_micro_batches)
-        ends = ActionKind.BACKWARD_WEIGHT if table.splits_backward else ActionKind.BACKWARD
-        most, now = [0] * self.num_stages, [0] * self.num_stages
-        for row in table.rows:
-            for action in row:
-                now[action.stage] += (action.kind is ActionKind.FORWARD) - (action.kind is ends)
-                most[action.stage] = max(most[action.stage], now[action.stage])
+        most = [0] * self.num_stages
+        for stages, moments in zip(self.stages_by_rank, self.kept_together(num_micro_batches), strict=True):
+            for place, stage in enumerate(stages):
+                most[stage] = max(sum(moment[place]) for moment in moments)
         return tuple(most)
 
     def kept_together(self, num_micro_batches: int) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
