@@ -58,16 +58,18 @@ class Sample:
         self.commit = _commit()
         self.mutants = sample(self.texts, count=count, seed=seed)
         self.levels = levels
-        self._named = named()
+        self._named, self._noticed_by = named(), self._read_noticed()
         self.known = self._read_results(older=older)
         self.baselines = self._read_baselines()
         self.begun: set[str] = set()
 
     def examine(self, mutant: Mutant) -> Step:
         """Asks tests, one run at a time, until one notices the mutant."""
-        asked, outcome = yield from self._ask_named(mutant)
-        if outcome is not None:
-            return outcome
+        asked: list[str] = []
+        for tests in (self._noticed_by.get(mutant.key, ()), self._named.get(mutant.path, ())):
+            outcome = yield from self._ask_first(mutant, tests, asked)
+            if outcome is not None:
+                return outcome
         waiting: list[str] = []
         slow: list[tuple[str, float]] = []
         seconds = 0.0
@@ -96,18 +98,20 @@ class Sample:
                 break
         return self._outcome(mutant, "survived" if asked else "unreached", by="", asked=asked)
 
-    def _ask_named(self, mutant: Mutant) -> Generator[Request | None, Report, tuple[list[str], Outcome | None]]:
-        """Asks the named tests that reach the line; all of them, if none is seen to, as of numbers used elsewhere."""
+    def _ask_first(
+        self, mutant: Mutant, tests: Sequence[str], asked: list[str]
+    ) -> Generator[Request | None, Report, Outcome | None]:
+        """Asks those of the tests that reach the line; all, if none is seen to, as of numbers used elsewhere."""
         reaching, every = [], {}
-        for test in self._named.get(mutant.path, ()):
+        for test in tests:
             baseline = yield from self._baseline(test)
             reaching += baseline.reaching(mutant.path, first=mutant.first, last=mutant.last)
             every |= baseline.seconds
-        asked = sorted(reaching or every, key=lambda test: every[test])
-        if not asked:
-            return [], None
-        outcome = yield from self._ask(mutant, asked, seconds=sum(every[test] for test in asked), asked=asked)
-        return asked, outcome
+        found = sorted((test for test in reaching or every if test not in asked), key=lambda test: every[test])
+        if not found:
+            return None
+        asked += found
+        return (yield from self._ask(mutant, found, seconds=sum(every[test] for test in found), asked=asked))
 
     def _ask(
         self, mutant: Mutant, tests: Sequence[str], *, seconds: float, asked: list[str]
@@ -156,6 +160,13 @@ class Sample:
                 if older or outcome.state == self.state or (outcome.is_killed and same):
                     known[outcome.key] = outcome
         return known
+
+    def _read_noticed(self) -> dict[str, Sequence[str]]:
+        """The test that noticed a mutant in whatever state of the source: it is asked first, and spares the search."""
+        noticed = [fields for fields in _lines_of(self._outcomes) if fields["verdict"] != "survived"]
+        return {
+            fields["key"]: (fields["by"],) for fields in noticed if fields["by"].partition("::")[0] in self.test_files
+        }
 
     def _read_baselines(self) -> dict[str, Baseline]:
         found = {}

@@ -1,12 +1,13 @@
 """Tests that may notice a mutant, in the order in which they are asked. Pure.
 
 [Note: how tests are chosen]
-    A test file is run once on the source as it is, and the lines are noted that each test reaches, in its own process
-    and in every rank that it forks. A mutant is then shown to the tests that reach its line. Files are asked from the
-    one of the same name over those that import the module and those of its folder to suites of behaviour, and files
-    further on are only run, for their lines, if those before do not notice. Where neither a name nor an import leads to
-    the test that would know, `named.toml` names it. It is asked first, however long it takes: without it hours go by in
-    suites of ranks.
+    The test that noticed the mutant in an earlier state of the source is asked first, alone. If there is none, or it
+    notices no longer, tests are searched: a test file is run once on the source as it is, and the lines are noted that
+    each test reaches, in its own process and in every rank that it forks. A mutant is then shown to the tests that
+    reach its line. Files are asked from the one of the same name over those that import the module and those of its
+    folder to suites of behaviour, and files further on are only run, for their lines, if those before do not notice.
+    Where neither a name nor an import leads to the test that would know, `named.toml` names it. It is asked before the
+    search, however long it takes: without it hours go by in suites of ranks.
 """
 
 from __future__ import annotations

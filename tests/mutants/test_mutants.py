@@ -6,8 +6,9 @@ import os
 import sys
 from dataclasses import replace
 
+import make_mutants
 import pytest
-from make_mutants import ONCE_OUTCOMES, OUTCOMES, PAGE, committed_page, main, named, once, shown_to_its_test
+from make_mutants import ONCE_OUTCOMES, OUTCOMES, PAGE, Sample, committed_page, main, named, once, shown_to_its_test
 from mutant_changes import SUBJECTS, Mutant, OnceSurvived, mutants_of, sample, subjects
 from mutant_page import Outcome, page
 from mutant_runs import Report
@@ -198,6 +199,28 @@ def test_a_change_is_noticed_by_a_test_that_passes_without_it_and_fails_with_it(
     assert ended.value.value.verdict == verdict
     assert [request.mutated for request in requests] == [None, (PATH, "pass\n")][: len(reports)]
     assert all(request.tests == (CHANGE.test,) for request in requests)
+
+
+def test_the_test_that_noticed_a_mutant_before_is_asked_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(make_mutants, "BASELINES", tmp_path / "baselines.jsonl")
+    outcomes, by = tmp_path / "outcomes.jsonl", "tests/mutants/test_mutants.py::test_a_mutant"
+    drawn = {"count": 1, "seed": 0, "older": False, "levels": 5}
+    (mutant,) = Sample(outcomes, **drawn).mutants
+    told = {"key": mutant.key, "path": mutant.path, "line": 1, "before": "", "after": "", "package": ""}
+    old = {"num_tests": 1, "tests": [], "file_digest": "other", "state": "other", "commit": "", "levels": 5}
+    outcomes.write_text(json.dumps({**told, "verdict": "killed", "by": by, **old}) + "\n")
+    sample = Sample(outcomes, **drawn)
+    assert not sample.known  # the file has changed since
+    step = sample.examine(mutant)
+    as_it_is = next(step)
+    assert (as_it_is.tests, as_it_is.mutated) == ((by,), None)
+    reached = {by: {mutant.path: [mutant.first]}}
+    shown = step.send(Report(0, {by: 1.0}, [], "", reached, ""))
+    assert shown.tests == (by,)
+    assert shown.mutated[0] == mutant.path
+    with pytest.raises(StopIteration) as ended:
+        step.send(Report(1, {}, [by], by, {}, ""))
+    assert (ended.value.value.verdict, ended.value.value.by) == ("killed", by)
 
 
 def test_tests_that_reach_a_line_are_asked_and_the_quickest_first():
