@@ -126,6 +126,15 @@ def test_the_ledger_is_what_the_layouts_say(rows):
         assert ledger["predicted"]["activations"] is None
 
 
+def test_peaks_are_planned_beside_what_was_measured(rows):
+    for name in set(rows) - {"limit"}:
+        planned = rows[name]["planned_peak_bytes_by_rank"]
+        assert len(planned) == rows[name]["nproc"]
+        assert max(planned) == pytest.approx(rows[name]["peak_bytes_per_rank"], rel=0.05), name
+        assert sum(rows[name]["ledger"]["planned"].values()) == pytest.approx(max(planned), abs=8)
+    assert "planned_peak_bytes_by_rank" not in rows["limit"]
+
+
 def test_the_ledger_names_logits_and_slots(rows):
     largest_slice = 4 * max(V * H // 2, (2 * H * H + 2 * H * KV) // 2, 3 * H * F // 2)
     assert rows["rtp=2[transport=send_receive]"]["ledger"]["measured"]["slots"] == 4 * largest_slice

@@ -20,6 +20,7 @@ from rotorch.planner.search import Batch, judged
 from rotorch.planner.workload import fold
 from rotorch.run_config import LoraSection
 from rotorch.shard.materialize import on_meta
+from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
 from rotorch.traced import passes
 from rotorch.traced.passes import trace_memory, traced_parts
@@ -243,6 +244,43 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
     if vocab > 1024 and torch.__version__ < "2.15":  # of the message that counts there gloo has one more copy
         measured -= vocab * SMALL["hidden_size"] * 4
     assert predicted == pytest.approx(measured, rel=BOUND)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ddp=2",
+        "rtp=2[recompute=slice]",
+        "megatron=2",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("single", "rtp=2", "fsdp=2", "ddp=2[recompute=block]", "fsdp=2[recompute=block]")
+        ),
+    ],
+)
+def test_predicted_peaks_within_layers_are_those_of_a_real_step(layout):
+    """Beside so few logits the highest moment is in the backward of the last layer, or of the norm behind it.
+
+    Slices that are computed again are planned as one moment of a whole unit, which is less near.
+    """
+    wide = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3, "vocab_size": 64}
+    wide |= {"attention_bias": False, "mlp_bias": False, "head_dim": 32}
+    config = config_from_dict(json.loads(Path("configs/tiny/llama.json").read_text()) | wide, source="")
+    strategies = parse_parallel(layout)
+    num_batches = batch_ranks(strategies)
+    task = BenchTask(
+        name="tiny",
+        model=config.to_dict(),
+        vocabulary=64,
+        num_ranks=num_ranks(strategies),
+        micro_batch=8 * num_batches // num_ranks(strategies),
+        sequence_length=128,
+    )
+    measured = max(run_ranks(peak_of, task, layout, 3, num_ranks=num_ranks(strategies)))
+    asked = planned(config, rows=8 * num_batches, tokens=128)
+    predicted = judged(asked, layout, rows=8, accumulation=1).memory
+    assert predicted.by_category["logits"] == 0
+    assert predicted.total_bytes == pytest.approx(measured, rel=0.025 if "slice" in layout else 0.005)
 
 
 @pytest.mark.parametrize(

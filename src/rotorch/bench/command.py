@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.mesh import check_world_size, device_type
 from rotorch.models.describe import describe
 from rotorch.models.held_warnings import held_warnings
+from rotorch.models.hf import config_from_dict
 from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
@@ -44,6 +45,7 @@ from rotorch.strategies import (
     num_ranks,
     parse_parallel,
 )
+from rotorch.traced.counted_memory import CountedPasses
 
 OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
 """Exit codes; 2, the input was wrong, is `ConfigError`."""
@@ -170,6 +172,7 @@ def measure(
     if task.accumulation == 1:  # Layouts speak of one micro-batch
         for name, strategies in layouts.items():
             rows[name].predictions = _predictions(spec, task=task, strategies=strategies, row=rows[name])
+    _plan_peaks(rows, layouts=layouts, task=task, spec=spec)
     times = {name: row.times for name, row in rows.items() if row.times is not None and row.problem is None}
     memory = {name: row.memory_bytes() for name, row in rows.items() if row.problem is None}
     checked = []
@@ -266,16 +269,44 @@ def _judge(
 
 
 def _predictions(spec: ModelSpec, *, task: Task, strategies: Sequence[Strategy], row: Row) -> list[Prediction]:
-    """Predicts bytes and traffic by rank, as the task's precision and device, and what "auto" came to, make them."""
-    device = device_type(task.device)
-    in_passes = [strategy.at_precision(task.dtype_of_passes).on_device(device) for strategy in strategies]
-    as_run = as_they_run(in_passes, transport=row.transport, within=row.transport_within)
-    rows = task.global_batch // task.accumulation // batch_ranks(strategies)
+    """Predicts bytes and traffic by rank."""
     # Under autocast some activations have its precision and some their weights', as the model's code will have it.
-    under_autocast = task.precision == "autocast_bfloat16"
-    itemsize = itemsize_of_passes(task.precision)
-    batch = None if under_autocast else MicroBatch(rows, task.sequence_length, itemsize=itemsize)
-    return predict_ranks(spec, strategies=as_run, batch=batch)
+    batch = None if task.precision == "autocast_bfloat16" else _micro_batch(task, strategies)
+    return predict_ranks(spec, strategies=_as_run(strategies, task=task, row=row), batch=batch)
+
+
+def _plan_peaks(rows: Mapping[str, Row], *, layouts: Layouts, task: Task, spec: ModelSpec) -> None:
+    """Plans the highest moment of the ranks of each layout that was measured, where its passes can be counted."""
+    if task.compile or not spec.order.layers:
+        return
+    passes = CountedPasses(
+        config_from_dict(task.model, source=task.name, checks_keys=False), spec, task.sequence_length, task.precision
+    )
+    for name, strategies in layouts.items():
+        if not rows[name].tensors:
+            continue
+        try:
+            rows[name].planned = passes.memory(
+                _as_run(strategies, task=task, row=rows[name]),
+                batch=_micro_batch(task, strategies),
+                accumulation=task.accumulation,
+                device=device_type(task.device),
+                per_host=task.num_ranks,
+            )
+        except ConfigError:  # they look at values of tensors
+            return
+
+
+def _as_run(strategies: Sequence[Strategy], *, task: Task, row: Row) -> tuple[Strategy, ...]:
+    """The strategies as the task's precision and device, and what "auto" came to, make them."""
+    in_passes = [s.at_precision(task.dtype_of_passes).on_device(device_type(task.device)) for s in strategies]
+    return as_they_run(in_passes, transport=row.transport, within=row.transport_within)
+
+
+def _micro_batch(task: Task, strategies: Sequence[Strategy]) -> MicroBatch:
+    """The batch that a rank, or those that share their sequences, compute on at once."""
+    rows = task.global_batch // task.accumulation // batch_ranks(strategies)
+    return MicroBatch(rows, task.sequence_length, itemsize=itemsize_of_passes(task.precision))
 
 
 def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:

@@ -3,9 +3,9 @@
 Fields that other tools rely on: `machine`, `model`, `tokens_per_step`, `rows` and `limit`, whose entries have
 `parallel`, `nproc`, `tokens_per_s`, `step_s_median`, `step_s_all`, `peak_bytes_per_rank`, `resident_bytes_per_rank`,
 `sent_bytes_per_rank`, `loss_last`. A figure "per rank" is that of the rank with the most; `..._by_rank` has all;
-`ledger` has its bytes by category, measured and predicted. A row that failed has `error`; one whose losses are wrong,
-or whose ranks hold more weights than it claims, has `invalid`. Rows of other libraries have their name in `parallel`,
-and `library` and `library_version`.
+`ledger` has its bytes by category, measured, predicted by formulas at rest, and planned at the highest moment.
+A row that failed has `error`; one whose losses are wrong, or whose ranks hold more weights than it claims, has
+`invalid`. Rows of other libraries have their name in `parallel`, and `library` and `library_version`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from rotorch.bench.rounds import STEPS_TO_WAKE, WARM_UP_STEPS, Times, ratio
 from rotorch.bench.task import NUM_BATCHES, Task
 from rotorch.bench.tensor_memory import TensorMemory
 from rotorch.bench.wire import WireBytes
+from rotorch.planner.memory import Memory
 from rotorch.planner.prediction import Prediction
 from rotorch.source import source_commit
+from rotorch.traced.counted_memory import by_category
 
 METHOD = (
     f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped, and {STEPS_TO_WAKE} of each turn; "
@@ -80,6 +82,7 @@ class Row:
         tensors, traffic: by rank.
         process: by rank: before the model was built, and after some steps.
         predictions: of the Layouts, by rank; none for the limit.
+        planned: memory at the highest moment by rank, by counted passes; none where they cannot be counted.
         timeline: shares of ranks' time in traced steps, and the files of the trace (see `trace_files.py`).
         error: why it failed.
         peer: the other library's way to train that it is; None for rotorch's own.
@@ -99,6 +102,7 @@ class Row:
     traffic: list[Traffic] = field(default_factory=list)
     process: list[tuple[ProcessMemory, ProcessMemory]] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
+    planned: list[Memory] = field(default_factory=list)
     timeline: dict[str, Any] | None = None
     error: str | None = None
     peer: Peer | None = None
@@ -163,6 +167,12 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
             "resident_by_category": row.heaviest.resident,
             "ledger": ledger(row.heaviest, predicted=heaviest_prediction.ledger if heaviest_prediction else None),
         }
+    if row.planned:
+        by_rank = [round(memory.total_bytes) for memory in row.planned]
+        found["planned_peak_bytes_by_rank"] = by_rank
+        if row.tensors:
+            heaviest = max(range(len(row.tensors)), key=lambda rank: row.tensors[rank].peak_bytes)
+            found["ledger"]["planned"] = by_category(row.planned[heaviest])
     if row.held_elements:
         found["weight_elements_by_rank"] = row.held_elements
     if row.traffic:

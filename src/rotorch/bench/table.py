@@ -33,6 +33,7 @@ _TIMELINE_CAPTION = (
     "percent of traced steps: computing; waiting for a slice of weights, for a gradient that rides home, for "
     "collectives; optimizer; other: making the batch, ranks that begin or end later"
 )
+_LINES = ("measured", "peak"), ("planned", "plan"), ("at_rest", "rest"), ("predicted", "Layout")
 _SHORT = {GRADIENTS: "grads", OPTIMIZER: "optim", ACTIVATIONS: "saved"}
 
 
@@ -88,7 +89,7 @@ def wire_bytes_per_rank(row: Mapping[str, Any]) -> float | None:
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("rest", "Layout", "peak", "process")
+    columns = ("rest", "Layout", "peak", "plan", "process")
     table = _table("memory per rank", columns=columns, caption=_MEMORY_CAPTION)
     for row in rows:
         _add(
@@ -97,6 +98,7 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
             _mebibytes(row.get("resident_bytes_per_rank")),
             _mebibytes(row.get("layout", {}).get("resident_bytes")),
             _mebibytes(row.get("peak_bytes_per_rank")),
+            _mebibytes(max(row.get("planned_peak_bytes_by_rank", []), default=None)),
             _mebibytes(max(row.get("process", {}).get("peak_bytes_by_rank", []), default=None)),
         )
     return table
@@ -106,7 +108,7 @@ def _ledger(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = ("", *(_SHORT.get(name, name) for name in CATEGORIES), "%")
     table = _table("memory ledger per rank", columns=columns, caption=_LEDGER_CAPTION)
     for row in rows:
-        for number, (line, title) in enumerate((("measured", "peak"), ("at_rest", "rest"), ("predicted", "Layout"))):
+        for number, (line, title) in enumerate(_LINES):
             found = row.get("ledger", {}).get(line)
             if found is None:
                 continue

@@ -7,9 +7,10 @@
     has a part that does not depend on the batch (weights cast for autocast) and a part per row.
 
 [Note: moments]
-    At the start of backward all saved tensors are alive, and logits with their gradient. In the first backward
-    of a layer temporaries are alive beside them, and all of its interior if that is recomputed. At the end no tensor
-    is saved any more, but all gradients exist. The highest of the three counts. Before the first backward of a step
+    At the start of backward all saved tensors are alive, and logits with their gradient; then the head's gradient. In
+    the backward of what is behind the layers, and in that of a layer, temporaries are alive beside what is left, and
+    all of the layer's interior if that is recomputed: of whole layers every moment is traced. At the end no tensor is
+    saved any more, but all gradients exist. The highest counts. Before the first backward of a step
     gradients exist only if they have permanent memory (`ddp`'s buckets, home slices in shared memory, buffers of
     grids). In a pipeline the embedding's gradient is the last of a micro-batch, made while others are kept.
 
@@ -23,18 +24,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
-from rotorch.core.spec import Unit, UnitKind
-from rotorch.core.strategy import Strategy, sharing, with_visits
+from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
-from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.planner.memory_at_rest import FixedMemory, Gathered, linear_features, trained_weights
-from rotorch.planner.pipeline_time import in_flight, kept_together
+from rotorch.planner.kept import KeptBytes
+from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
 from rotorch.planner.shared_tokens import backward_bytes, kept_bytes, own_tokens
-from rotorch.planner.traced import PerRow, Traced, TracedLayer
+from rotorch.planner.traced import PerRow, Traced
 from rotorch.planner.workload import FoldedModel
 from rotorch.strategies import sequence_ranks
 
@@ -62,29 +60,6 @@ class Memory:
     def largest(self) -> str:
         """The category of what depends on the batch or the layout that takes most."""
         return max(self.by_category, key=lambda name: self.by_category[name])
-
-
-@dataclass(frozen=True)
-class Cuts:
-    """Numbers of ranks that activations are cut among: interiors of layers, the residual stream, and all around."""
-
-    interior: float = 1.0
-    stream: float = 1.0
-    outside: float = 1.0
-
-
-def cuts_of(strategy: Strategy) -> Cuts:
-    """Returns the cuts of the innermost strategy of a layout."""
-    n = float(strategy.num_ranks)
-    if strategy.kind == "megatron":  # which cuts tokens inside of layers only
-        return Cuts(interior=n, stream=n if strategy.token_axes else 1.0)
-    if strategy.kind == "atp":
-        features = strategy.axes[strategy.feature_axes[0]]
-        return Cuts(interior=n / features, stream=features, outside=features)
-    if strategy.feature_axes:
-        side = float(strategy.axes[strategy.feature_axes[0]])
-        return Cuts(interior=side, stream=side, outside=side)
-    return Cuts()
 
 
 def peaks(
@@ -129,92 +104,8 @@ def peaks(
     return tuple(map(passes.peak, ranks))
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """Micro-batches of a layout, and what they take at each moment (see [Note: moments])."""
-
-    model: FoldedModel
-    traced: Traced
-    strategies: Sequence[Strategy]
-    batch: MicroBatch
-    accumulation: int
-    parts: Sequence[range]
-    slots_bytes: float
-    keys: tuple[float, ...]
-    """By class of layers: bytes of keys and values that the layer keeps of a sequence which ranks share."""
-    attending: tuple[float, ...]
-    """The same of what there is beside them in their backward."""
-    visits_by_name: Mapping[str, int]
-    """Of units that have a number of visits of their own."""
-
-    @property
-    def inner(self) -> Strategy:
-        return self.strategies[-1]
-
-    @cached_property
-    def stages(self) -> StageStrategy | None:
-        return next((s for s in self.strategies if isinstance(s, StageStrategy)), None)
-
-    @cached_property
-    def in_flight(self) -> tuple[int, ...]:
-        """Micro-batches that each stage keeps at a time."""
-        return (1,) if self.stages is None else in_flight(self.stages, self.accumulation)
-
-    @cached_property
-    def cuts(self) -> Cuts:
-        return cuts_of(self.inner)
-
-    @property
-    def gathers(self) -> bool:
-        """True if layers are gathered one after another."""
-        gathering = self.inner.kind == "fsdp" or any(strategy.gathers_weights for strategy in self.sharing)
-        return gathering and self.stages is None  # a stage is gathered at once
-
-    @property
-    def in_whole_layers(self) -> bool:
-        """True if a rank of a stage computes whole layers, of which each moment of a backward is known."""
-        holds = self.stages is not None and (self.inner is self.stages or self.inner.kind == "fsdp")
-        return holds and not self.sharing and all(layer.backward for layer in self.traced.layers)
-
-    @cached_property
-    def ring(self) -> Strategy | None:
-        """The strategy whose slices visit."""
-        return with_visits(self.strategies)
-
-    def visits(self, units: Iterable[Unit]) -> int:
-        """Number of visits of units' slices, one after another; 1 without a ring."""
-        if self.ring is None:
-            return 1
-        cut = (unit for unit in units if unit.kind is not UnitKind.REPLICATED)
-        return max((self.visits_by_name.get(unit.name, self.ring.num_ranks) for unit in cut), default=1)
-
-    def visits_in(self, number: int) -> int:
-        """The same of a layer, by the number of its class."""
-        return self.visits(self.model.classes[number].units)
-
-    @cached_property
-    def whole_experts(self) -> bool:
-        """True if slices are sets of whole experts."""
-        return any(getattr(s, "experts", "cut") == "whole" for s in (*self.sharing, self.inner))
-
-    @property
-    def sharing(self) -> tuple[Strategy, ...]:
-        """Strategies around the innermost one whose ranks share what that one holds."""
-        return sharing(self.strategies)
-
-    @property
-    def again(self) -> bool:
-        """True if backward recomputes layers from their inputs."""
-        return any(strategy.recomputes_layers for strategy in (*self.sharing, self.inner))
-
-    @property
-    def by_units(self) -> bool:
-        """True if layers are recomputed unit by unit, a slice at a time."""
-        return bool(getattr(self.ring, "recomputes_units", False))
-
-    @property
-    def rows(self) -> int:
-        return self.batch.num_rows
+class _Passes(KeptBytes):
+    """Moments of the passes of a layout, and what is alive at each (see [Note: moments])."""
 
     def peak(self, rank: FixedMemory) -> Memory:
         """Returns the peak of one rank."""
@@ -237,8 +128,7 @@ class _Passes:
             if self.ring is not None or self.gathers:
                 passing = passing.without_constant()
             # Of a mixture nearly all of them are inside of its experts.
-            mixes = any(layer.experts.row_bytes for layer in self.traced.layers)
-            cut = self.cuts.interior if mixes else min(self.cuts.stream, self.cuts.interior)
+            cut = self.cuts.interior if self.mixes else min(self.cuts.stream, self.cuts.interior)
             temporaries += passing.without_constant().of(self.rows, cut=cut)
             temporaries += passing.constant_bytes / (self.inner.num_ranks if self.cuts.interior > 1 else 1)
         loss, messages = self._loss(given, has_head=has_head), self._messages(rank) * given
@@ -260,6 +150,9 @@ class _Passes:
                 moments.append({"gathered": whole.stage, **self._end_of_first_stage(kept, given=given)})
         else:
             in_forward, in_backward, last = 0.0, 0.0, {"gradients": gradients, "temporaries": given}
+            redone = kept
+            if self.by_units and has_head and not self.mixes:  # units are computed again when all behind them is done
+                redone -= self.traced.behind.of(self.rows)
             if 0 in rank.stages:
                 last |= self._end_of_first_stage(kept, given=given)
             if self.gathers:  # gradients of layers leave one after the other
@@ -271,9 +164,11 @@ class _Passes:
                 last = {"gradients": late, "gathered": in_backward, "activations": first, "temporaries": inside}
             moments = [
                 {"gradients": early, "gathered": in_forward, "activations": kept, **loss},
-                {"gradients": early, "gathered": in_backward, "activations": kept, "temporaries": temporaries},
+                {"gradients": early, "gathered": in_backward, "activations": redone, "temporaries": temporaries},
                 last,
             ]
+            if self.has_whole_layers and layers:
+                moments[1:2] = self._moments_of_whole_layers(rank, kept=kept, gradients=gradients, early=early)
             if self.in_whole_layers:
                 in_layers = self._moments_of_own_stages(rank, kept=kept)
                 moments = [{"gradients": early, "activations": kept, **loss}, last] if has_head else [last]
@@ -335,6 +230,57 @@ class _Passes:
                 redone = self._all_kept(place) - given if number in again else 0.0
                 yield left - done, given + points + redone
 
+    @property
+    def has_whole_layers(self) -> bool:
+        """True if a rank has all layers, whole or cut alike, and each moment of their backward is known."""
+        if self.stages is not None or self.gathers or self.by_units or any(self.attending):
+            return False
+        return all(layer.backward for layer in self.traced.layers)
+
+    def _moments_of_whole_layers(
+        self, rank: FixedMemory, *, kept: float, gradients: float, early: float
+    ) -> Iterator[dict[str, float]]:
+        """The backward of what is behind the layers, of the last layer, and of the first one.
+
+        Args:
+            rank: memory at rest.
+            kept: by autograd, of all layers and around them.
+            gradients: of all weights that the rank holds.
+            early: of these, what is there before.
+        """
+        number, pattern, rows, cuts = self.model.num_layers, self.model.pattern, self.rows, self.cuts
+        each = [self._of_layer(place) for place in range(len(self.traced.layers))]
+        own = (gradients - rank.around) / number
+        behind = max(0.0, gradients - self._last_to_come(rank, of_layers=gradients - rank.around) - own * (number - 1))
+        around = kept - sum(each[place] for place in pattern) - self.traced.behind.of(rows, cut=cuts.outside)
+        if self.ring is None and self.model.head is not None and trained_weights(self.model.head):
+            # The head's gradient is made, and added to what was there before.
+            made = float(self.inner.layout(self.model.head).resident_bytes)
+            one = self._logits / (cuts.interior if self.inner.kind in ("megatron", "atp") else cuts.stream)
+            half = self.batch.itemsize / self.batch.loss_itemsize
+            yield {"gradients": early, "activations": kept, "logits": one * half, "temporaries": made}
+        beside = self.traced.layers[pattern[-1]].given.of(rows, cut=cuts.stream)
+        beside += self.traced.behind_backward.of(rows, cut=cuts.outside)
+        yield {
+            "gradients": early or behind,
+            "activations": kept - self.traced.behind.of(rows, cut=cuts.outside),
+            "temporaries": beside,
+        }
+        for layer in {0, number - 1}:
+            place = pattern[layer]
+            given = self.traced.layers[place].given.of(rows, cut=cuts.stream)
+            saved = self._all_kept(place)  # all of it, also of a layer that is computed again
+            left = around + sum(each[n] for n in pattern[:layer])
+            for point in self.traced.layers[place].backward:
+                # Gradients of slices are added where they travel.
+                made = 0.0 if self.ring is not None else point.constant_bytes
+                alive = saved + given + (point.row_bytes * rows + made) / cuts.interior
+                yield {
+                    "gradients": early or behind + own * (number - 1 - layer + point.made),
+                    "activations": left + min(alive, saved),
+                    "temporaries": max(0.0, alive - saved),
+                }
+
     def _messages(self, rank: FixedMemory) -> int:
         """Hidden states and their gradients that are under way to or from a stage, as many as there are at a time."""
         if 0 in rank.stages or self.stages is None:
@@ -369,7 +315,7 @@ class _Passes:
                 saved = each[place]
                 for point in layer.backward:
                     there = self._whole(place) if self.again else saved
-                    alive = there + point.row_bytes * self.rows + point.constant_bytes
+                    alive = there + layer.given.of(self.rows) + point.row_bytes * self.rows + point.constant_bytes
                     yield {
                         "gradients": early or own * done / number,
                         "gathered": gathered + point.made * whole.gradient,
@@ -437,8 +383,7 @@ class _Passes:
             return {"temporaries": given}
         if not (inner.kind in ("megatron", "atp") or ring is not None or inner.feature_axes):
             return {"logits": self.traced.logits.of(self.rows)}
-        matrix = next(weight for weight in head.weights if len(weight.shape) == 2)
-        one = float(self.rows * self.batch.num_tokens * matrix.shape[0] * self.batch.loss_itemsize)
+        one = self._logits
         if ring is not None:
             keeps = getattr(ring, "recompute", "none") == "none"
             # Of half precision a slice exists as the product gave it, its gradient too, and one is kept.
@@ -453,103 +398,6 @@ class _Passes:
             }
         cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream
         return {"logits": 2 * one / cut}
-
-    def _kept(self, rank: FixedMemory) -> tuple[float, float, bool, int]:
-        """Bytes that autograd keeps (of all micro-batches, of one layer), presence of a head, fewest in flight."""
-        stages, layers, in_flight = self.stages, self.traced.layers, self.in_flight
-        each: list[float] = []
-        for stage in rank.stages or (0,):
-            part = self.parts[stage] if stages is not None else range(self.model.num_layers)
-            here = self._of_part(stage, part)
-            last = stages is None or stage == stages.num_stages - 1
-            outside = self.traced.outside.of(self.rows, cut=self.cuts.outside)
-            if not last:  # what is before the layers, and tables of positions, which each stage makes
-                outside -= self.traced.behind.of(self.rows, cut=self.cuts.outside)
-            if last and self.by_units and any(unit.kind is UnitKind.REPLICATED for unit in self.model.after):
-                outside -= max((layer.given.of(self.rows) for layer in layers), default=0.0)  # the norm's output
-            if not last:  # the output is kept until its gradient comes
-                here += max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in layers), default=0.0)
-            if last and stages is not None:  # of each micro-batch; one's are counted where the loss is
-                here += self._logits_bytes
-            each.append(here + outside)
-        kept = sum(in_flight[stage] * bytes_ for stage, bytes_ in zip(rank.stages or (0,), each, strict=True))
-        if stages is not None and (stages.splits_backward or stages.num_chunks > 1):
-            kept = self._kept_together(stages, rank, each)
-        has_head = stages is None or stages.num_stages - 1 in rank.stages
-        kept -= self._logits_bytes if stages is not None and has_head else 0.0
-        fewest = min(in_flight[stage] for stage in rank.stages or (0,))
-        return kept, max(map(self._of_layer, range(len(layers))), default=0.0), has_head, fewest
-
-    def _kept_together(self, stages: StageStrategy, rank: FixedMemory, each: Sequence[float]) -> float:
-        """Bytes that all stages of a rank keep at the same time; `each`: of a micro-batch, by stage.
-
-        Behind a backward that leaves weight gradients to be made, operands of linear layers are kept. Strategies that
-        run layers their own way put nothing off.
-        """
-        put_off = [self._operands(stage) if self.in_whole_layers else 0.0 for stage in rank.stages]
-        position = stages.stages_by_rank.index(rank.stages)
-        moments = kept_together(stages, self.accumulation)[position]
-        sizes = list(zip(each, put_off, strict=True))
-        return max(
-            sum(whole * a + late * b for (whole, late), (a, b) in zip(moment, sizes, strict=True)) for moment in moments
-        )
-
-    @property
-    def _logits_bytes(self) -> float:
-        """Bytes of the logits of one micro-batch that a loss keeps, on one rank; 0 if a slice at a time exists."""
-        if self.model.head is None or self.ring is not None or self.cuts != Cuts():
-            return 0.0
-        columns = next(weight.shape[0] for weight in self.model.head.weights if len(weight.shape) == 2)
-        return float(self.rows * self.batch.num_tokens * columns * self.batch.loss_itemsize)
-
-    def _operands(self, stage: int) -> float:
-        """Bytes of a stage's inputs of linear layers, and of the gradients of their outputs, of one micro-batch."""
-        assert self.stages is not None
-        features = 0
-        for number, count in self.model.counts_of(self.parts[stage]).items():
-            features += count * sum(map(linear_features, self.model.classes[number].units))
-        if stage == self.stages.num_stages - 1:
-            features += sum(map(linear_features, self.model.after))
-        return float(features * self.rows * self.batch.num_tokens * self.batch.itemsize)
-
-    def _of_layer(self, number: int) -> float:
-        layer, keys = self.traced.layers[number], self.keys[number]
-        if self.by_units and layer.attentions:  # which are not computed again
-            return layer.given.of(self.rows) * 2 + layer.attention.of(self.rows) + keys
-        if self.by_units:  # inputs of both of its units, and for some what attention gives
-            return layer.given.of(self.rows) * (2 if self.again else 3)
-        if self.again:
-            return layer.given.of(self.rows, cut=self.cuts.stream)
-        return self._all_kept(number)
-
-    def _all_kept(self, number: int) -> float:
-        """A layer of which nothing is computed again."""
-        layer = self.traced.layers[number]
-        return self._all_of(layer, cut=self.cuts.interior, times=self.visits_in(number)) + self.keys[number]
-
-    def _of_part(self, stage: int, part: range) -> float:
-        """The layers of a stage, or of the whole model."""
-        alike, others = part, part[:0]
-        if self.stages is not None and self.stages.recomputes_some:
-            alike = self.stages.recomputed(stage, part=part)
-            others = range(alike.stop, part.stop)
-        found = sum(count * self._of_layer(number) for number, count in self.model.counts_of(alike).items())
-        return found + sum(count * self._all_kept(number) for number, count in self.model.counts_of(others).items())
-
-    def _redone(self, rank: FixedMemory) -> Iterable[int]:
-        """Classes of the layers that a rank computes again."""
-        if self.stages is None or not self.stages.recomputes_some:
-            return range(len(self.traced.layers)) if self.again else ()
-        again = (self.stages.recomputed(stage, part=self.parts[stage]) for stage in rank.stages)
-        return {number for part in again for number in self.model.counts_of(part)}
-
-    def _whole(self, number: int) -> float:
-        """A layer whose interior is there again, a slice at a time where units are computed in slices."""
-        layer = self.traced.layers[number]
-        if self.by_units:
-            slices = self.cuts.interior * self.visits_in(number)
-            return self._all_of(replace(layer, attention=PerRow()), cut=slices, times=1)
-        return self._all_of(layer, cut=self.cuts.interior, times=self.visits_in(number)) + self.keys[number]
 
     def _attending(self, number: int, *, kept: float) -> tuple[float, float]:
         """Bytes of what is kept, and of all else, in a layer's attention, when all behind it is done.
@@ -587,14 +435,3 @@ class _Passes:
         # expert have theirs, and the layer's input and output.
         beside = sum(w.num_bytes for w in stacked) / slices + inside / 2 + pairs + 3 * given
         return kept - done, beside
-
-    def _all_of(self, layer: TracedLayer, *, cut: float, times: int) -> float:
-        """Bytes of a layer whose interior is cut; `times`: slices of a ring that are there at once."""
-        interior = layer.interior
-        if self.ring is not None:  # nobody keeps slices that were cast for a visit
-            interior = interior.without_constant()
-        kept = layer.stream.of(self.rows, cut=self.cuts.stream) + layer.attention.of(self.rows)
-        repeated = 0.0
-        if not self.whole_experts:
-            repeated = layer.repeated.of(self.rows) * (times - 1 / cut)
-        return kept + interior.of(self.rows, cut=cut) + repeated

@@ -79,6 +79,8 @@ class Traced:
         logits: of the highest moment: logits, what is made of them, and their gradient.
         temporaries: the same of all else that is not kept.
         behind: of `outside`, those behind the layers.
+        behind_backward: the most in the backward of what lies between the layers and the head, beyond what the layers
+            keep and the gradient of their output.
     """
 
     layers: tuple[TracedLayer, ...]
@@ -86,3 +88,4 @@ class Traced:
     logits: PerRow
     temporaries: PerRow
     behind: PerRow = PerRow()
+    behind_backward: PerRow = PerRow()

@@ -111,6 +111,7 @@ def trace_memory(
         logits=fits["logits"],
         temporaries=fits["temporaries"],
         behind=fits["behind"],
+        behind_backward=fits["behind backward"],
     )
 
 
@@ -206,16 +207,21 @@ class _Interval:
 
 
 class _Backwards:
-    """Bytes alive in the backward of each layer, from one gradient of a weight to the next.
+    """Bytes alive in the backward of each layer, from one gradient of a weight to the next, and behind the layers.
 
     Args:
         live: counts them.
+
+    Attributes:
+        behind: the most between the head and the last layer, beyond those alive when that one's backward began.
     """
 
     def __init__(self, live: LiveStorages) -> None:
+        self.behind = 0
         self._live = live
         self._found: dict[str, list[_Interval]] = {}
         self._base = self._made = 0
+        self._is_behind = False
 
     def of(self, name: str) -> list[_Interval]:
         """Returns the intervals of a layer's backward."""
@@ -226,7 +232,9 @@ class _Backwards:
 
         def begins(_: Tensor) -> None:
             self._found[name], self._made, self._base = [], 0, self._live.made_bytes()
-            self._live.made_since()
+            since = self._live.made_since()
+            if self._is_behind:
+                self.behind, self._is_behind = max(since) - self._base, False
 
         def ends(_: Tensor) -> None:
             if self._found.get(name):
@@ -250,6 +258,20 @@ class _Backwards:
             weight.register_post_accumulate_grad_hook(made)
         layer.register_forward_pre_hook(given, with_kwargs=True)
         layer.register_forward_hook(gave)
+
+    def watch_head(self, head: nn.Module) -> None:
+        """Watches what lies between a head and the last layer."""
+
+        def begins(_: Tensor) -> None:
+            self._live.made_since()
+            self._is_behind = True
+
+        def given(_: nn.Module, args: tuple[Any, ...]) -> None:
+            hidden = next(tensors_in(args))
+            if hidden.requires_grad:
+                hidden.register_hook(begins)
+
+        head.register_forward_pre_hook(given)
 
     def _note(self, name: str) -> None:
         if name in self._found:
@@ -373,6 +395,7 @@ def _trace(
         backwards = _Backwards(live)
         for name in names:
             backwards.watch(name, module.get_submodule(name))
+        backwards.watch_head(module.get_output_embeddings())
         with live, _named(module, names, units, experts, classes, second, live=live, saved=saved, given=given):
             live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go
             with (
@@ -390,6 +413,7 @@ def _trace(
             live.name(module.parameters(), category=WEIGHTS)
             live.name((p.grad for p in module.parameters() if p.grad is not None), category=GRADIENTS)
         highest = live.highest()
+    kept["behind backward"] = float(backwards.behind)
     return {**kept, **given, "logits": float(highest[LOGITS]), "temporaries": float(highest[OTHER])}, backwards
 
 

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.core.stage_balance import layer_costs
 from rotorch.core.stages import whole_layers
@@ -34,8 +32,9 @@ from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.process.host_memory import address_space_left_bytes, available_bytes
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
+from rotorch.traced.counted_memory import by_category
 from rotorch.train.checkpoint.manifest import BUFFER, MODEL, OPTIMIZER, Manifest
-from rotorch.train.checks.counted_memory import Counted
+from rotorch.train.checks.counted_memory import counted_ranks, optimizer_bytes
 from rotorch.train.checks.preflight import CheckedRun, micro_batch_of
 from rotorch.train.module import make_module
 from rotorch.train.state import WEIGHT, rng_name
@@ -95,7 +94,7 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
     predictions = predict_ranks(run.spec, strategies=run.strategies_in_passes)
     read = None if run.resume is None else _Reading(run, run.resume.manifest)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
-    counted, not_counted = _counted(run, per_host=local)
+    counted, not_counted = counted_ranks(run, predictions=predictions, per_host=local)
     ranks = [
         _plan(run, found, read, highest, rank=rank)
         for rank, (found, highest) in enumerate(zip(predictions, counted, strict=True))
@@ -120,34 +119,13 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
         "resume": None if run.resume is None else str(run.resume.checkpoint),
         "step": 0 if run.resume is None else run.resume.manifest.step,
         "stages": _stages(run),
-        "highest": [
-            None if each is None else _rounded(each, optimizer_bytes=plan.optimizer_bytes)
-            for each, plan in zip(counted, ranks, strict=True)
-        ],
+        "highest": [None if each is None else by_category(each) for each in counted],
         "not_counted": not_counted,
         "ranks": [{**asdict(plan), **{name: getattr(plan, name) for name in _SUMS}} for plan in ranks],
         "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
         "optimizer_at_least": run.config.optimizer.name not in _EXACT,
         "fits": all(needed <= there for _, needed, there in limits),
     }
-
-
-def _counted(run: CheckedRun, *, per_host: int) -> tuple[Sequence[Memory | None], str]:
-    """Memory of each rank at its highest moment; or nothing, and why not."""
-    config, nothing = run.config, [None] * run.num_ranks
-    if config.train.compile:
-        return nothing, "compiled passes keep other tensors"
-    if config.data.kind == "preferences":
-        return nothing, "the loss of preferences keeps other tensors"
-    if not run.spec.order.layers:
-        return nothing, f"{run.spec.name} does not say what its layers are"
-    batch, precision = micro_batch_of(config), config.train.precision
-    passes = Counted(run.model_config, run.spec, run.strategies_in_passes, batch, precision, config.lora)
-    device = device_type(config.train.device)
-    try:
-        return passes.memory(accumulation=run.sizes.accumulation, device=device, per_host=per_host), ""
-    except ConfigError as error:
-        return nothing, str(error)
 
 
 def _stages(run: CheckedRun) -> dict[str, Any] | None:
@@ -166,22 +144,13 @@ def _stages(run: CheckedRun) -> dict[str, Any] | None:
     return None
 
 
-def _rounded(memory: Memory, *, optimizer_bytes: int) -> dict[str, int]:
-    """Bytes by category, of those that have any, with the state of this run's optimizer."""
-    found = {**memory.by_category, "optimizer": optimizer_bytes}
-    return {name: round(num_bytes) for name, num_bytes in found.items() if round(num_bytes)}
-
-
 def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, highest: Memory | None, *, rank: int) -> RankPlan:
-    ledger, settings = found.ledger, run.config.optimizer
-    optimizer_bytes = ledger["optimizer"] or 0  # AdamW's
-    if settings.name != "adamw":
-        optimizer_bytes = settings.least_moments * found.trained_bytes
-    activations = None
-    if highest is not None:  # AdamW's optimizer is in it
+    ledger, activations = found.ledger, None
+    if highest is not None:
         by_formulas = found.weights_bytes + found.padding_bytes + found.copies_bytes + found.trained_bytes
         rest = highest.total_bytes - highest.by_category["optimizer"]
         activations = max(0, round(rest) - by_formulas - found.transient_bytes)
+    state = optimizer_bytes(run, found)
     checks, reads = (0, 0) if read is None else (read.checks_bytes(rank), read.reads_bytes(found, rank=rank))
     return RankPlan(
         rank=rank,
@@ -189,10 +158,10 @@ def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, highest: Me
         reads_bytes=reads,
         weights_bytes=ledger["weights"] or 0,
         gradients_bytes=ledger["gradients"] or 0,
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=state,
         passes_bytes=found.transient_bytes,
         activations_bytes=activations,
-        copies_bytes=found.weights_bytes + found.padding_bytes + optimizer_bytes if run.config.train.async_save else 0,
+        copies_bytes=found.weights_bytes + found.padding_bytes + state if run.config.train.async_save else 0,
     )
 
 

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -483,9 +484,11 @@ def check_model(
     ).with_copies(copies_itemsize(precision))
 
     def counted() -> Sequence[LayerCost] | None:  # a second or two: for options that ask for it
-        from rotorch.train.checks.counted_memory import Counted
+        from rotorch.traced.counted_memory import CountedPasses
 
-        return Counted(model_config, spec, tuple(strategies), batch, precision, lora).layer_costs()
+        make = partial(make_module, lora=lora)
+        passes = CountedPasses(model_config, spec, batch.num_tokens, precision, make)
+        return passes.layer_costs(strategies, batch=batch)
 
     strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches, costs=counted)
     for strategy in strategies:
