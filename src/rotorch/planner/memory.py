@@ -150,9 +150,6 @@ class _Passes(KeptBytes):
                 moments.append({"gathered": whole.stage, **self._end_of_first_stage(kept, given=given)})
         else:
             in_forward, in_backward, last = 0.0, 0.0, {"gradients": gradients, "temporaries": given}
-            redone = kept
-            if self.by_units and has_head and not self.mixes:  # units are computed again when all behind them is done
-                redone -= self.traced.behind.of(self.rows)
             if 0 in rank.stages:
                 last |= self._end_of_first_stage(kept, given=given)
             if self.gathers:  # gradients of layers leave one after the other
@@ -164,7 +161,7 @@ class _Passes(KeptBytes):
                 last = {"gradients": late, "gathered": in_backward, "activations": first, "temporaries": inside}
             moments = [
                 {"gradients": early, "gathered": in_forward, "activations": kept, **loss},
-                {"gradients": early, "gathered": in_backward, "activations": redone, "temporaries": temporaries},
+                {"gradients": early, "gathered": in_backward, "activations": kept, "temporaries": temporaries},
                 last,
             ]
             if self.has_whole_layers and layers:
