@@ -82,7 +82,7 @@ class Row:
         tensors, traffic: by rank.
         process: by rank: before the model was built, and after some steps.
         predictions: of the Layouts, by rank; none for the limit.
-        planned: memory at the highest moment by rank, by counted passes; none where they cannot be counted.
+        planned: memory at the highest moment by rank, by counted passes; none without `tensors`, or uncounted.
         timeline: shares of ranks' time in traced steps, and the files of the trace (see `trace_files.py`).
         error: why it failed.
         peer: the other library's way to train that it is; None for rotorch's own.
@@ -168,11 +168,9 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
             "ledger": ledger(row.heaviest, predicted=heaviest_prediction.ledger if heaviest_prediction else None),
         }
     if row.planned:
-        by_rank = [round(memory.total_bytes) for memory in row.planned]
-        found["planned_peak_bytes_by_rank"] = by_rank
-        if row.tensors:
-            heaviest = max(range(len(row.tensors)), key=lambda rank: row.tensors[rank].peak_bytes)
-            found["ledger"]["planned"] = by_category(row.planned[heaviest])
+        found["planned_peak_bytes_by_rank"] = [round(memory.total_bytes) for memory in row.planned]
+        heaviest = max(range(len(row.tensors)), key=lambda rank: row.tensors[rank].peak_bytes)
+        found["ledger"]["planned"] = by_category(row.planned[heaviest])
     if row.held_elements:
         found["weight_elements_by_rank"] = row.held_elements
     if row.traffic:

@@ -22,12 +22,14 @@ _SPEED_CAPTION = (
 )
 _MEMORY_CAPTION = (
     "MiB of the rank with the most. rest: weights, gradients and optimizer state, exactly, and by the Layouts; peak: "
-    "tensors at the highest moment of a step; process: at its peak, as the kernel counts it, shared pages once"
+    "tensors at the highest moment of a step; plan: the same, by passes counted on fake tensors; process: at its peak, "
+    "as the kernel counts it, shared pages once"
 )
 _LEDGER_CAPTION = (
     "MiB of the rank with the most. peak: what the tensors of the highest moment of a step are (gradients may be freed "
     "then, and not made yet); saved: what autograd keeps; slots: what slices of a ring pass through; other: the rest, "
-    "also in percent; rest: between backward and the optimizer; Layout: what the formulas say, where there is one"
+    "also in percent; plan: the highest moment by counted passes, gathered weights and temporaries left out; rest: "
+    "between backward and the optimizer; Layout: what the formulas say, where there is one"
 )
 _TIMELINE_CAPTION = (
     "percent of traced steps: computing; waiting for a slice of weights, for a gradient that rides home, for "

@@ -239,11 +239,11 @@ class KeptBytes:
 
     def _whole(self, number: int) -> float:
         """A layer whose interior is there again, a slice at a time where units are computed in slices."""
-        layer = self.traced.layers[number]
         if self.by_units:
+            layer = self.traced.layers[number]
             slices = self.cuts.interior * self.visits_in(number)
             return self._all_of(replace(layer, attention=PerRow()), cut=slices, times=1)
-        return self._all_of(layer, cut=self.cuts.interior, times=self.visits_in(number)) + self.keys[number]
+        return self._all_kept(number)
 
     def _all_of(self, layer: TracedLayer, *, cut: float, times: int) -> float:
         """Bytes of a layer whose interior is cut; `times`: slices of a ring that are there at once."""

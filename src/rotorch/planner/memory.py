@@ -204,6 +204,21 @@ class _Passes(KeptBytes):
         ranks = math.prod(strategy.num_ranks for strategy in (*self.sharing, self.inner))
         return own + sum(weight.num_bytes for weight in tables) / ranks
 
+    def _alive_in(self, number: int) -> Iterator[tuple[float, float]]:
+        """Share of a layer's gradients that are made, and bytes of the layer, at each moment of its backward.
+
+        These are its output's gradient, and all that it keeps, also where it was computed again for this.
+
+        Args:
+            number: of the layer's class.
+        """
+        layer = self.traced.layers[number]
+        there = self._all_kept(number) + layer.given.of(self.rows, cut=self.cuts.stream)
+        for point in layer.backward:
+            # Gradients of slices are added where they travel.
+            made = 0.0 if self.ring is not None else point.constant_bytes
+            yield point.made, there + (point.row_bytes * self.rows + made) / self.cuts.interior
+
     def _moments_of_own_stages(self, rank: FixedMemory, *, kept: float) -> Iterator[tuple[float, float]]:
         """Bytes of what is kept, and of all else, in layers' backward in a stage that nobody else holds.
 
@@ -221,11 +236,8 @@ class _Passes(KeptBytes):
                 place = self.model.pattern[number]
                 behind = self.model.counts_of(range(max(number + 1, again.stop), part.stop))
                 done = sum(count * self._all_kept(n) for n, count in behind.items())
-                given = layers[place].given.of(self.rows)
-                # The output's gradient, what is alive beyond what the layer keeps, and all of that if it is redone.
-                points = max(point.row_bytes * self.rows + point.constant_bytes for point in layers[place].backward)
-                redone = self._all_kept(place) - given if number in again else 0.0
-                yield left - done, given + points + redone
+                own = layers[place].given.of(self.rows) if number in again else self._all_kept(place)
+                yield left - done, max(alive for _, alive in self._alive_in(place)) - own
 
     @property
     def has_whole_layers(self) -> bool:
@@ -264,16 +276,11 @@ class _Passes(KeptBytes):
             "temporaries": beside,
         }
         for layer in {0, number - 1}:
-            place = pattern[layer]
-            given = self.traced.layers[place].given.of(rows, cut=cuts.stream)
-            saved = self._all_kept(place)  # all of it, also of a layer that is computed again
-            left = around + sum(each[n] for n in pattern[:layer])
-            for point in self.traced.layers[place].backward:
-                # Gradients of slices are added where they travel.
-                made = 0.0 if self.ring is not None else point.constant_bytes
-                alive = saved + given + (point.row_bytes * rows + made) / cuts.interior
+            saved = self._all_kept(pattern[layer])
+            left = around + sum(each[place] for place in pattern[:layer])
+            for made, alive in self._alive_in(pattern[layer]):
                 yield {
-                    "gradients": early or behind + own * (number - 1 - layer + point.made),
+                    "gradients": early or behind + own * (number - 1 - layer + made),
                     "activations": left + min(alive, saved),
                     "temporaries": max(0.0, alive - saved),
                 }
@@ -308,14 +315,11 @@ class _Passes(KeptBytes):
             gathered = whole.root + whole.head + max(ahead * whole.block, whole.layers)
             gathered += whole.message if done else 0.0  # what the layer behind has sent
             left = around + of_layers * (number - done - 1) / number
-            for place, layer in enumerate(self.traced.layers):
-                saved = each[place]
-                for point in layer.backward:
-                    there = self._whole(place) if self.again else saved
-                    alive = there + layer.given.of(self.rows) + point.row_bytes * self.rows + point.constant_bytes
+            for place, saved in enumerate(each):
+                for made, alive in self._alive_in(place):
                     yield {
                         "gradients": early or own * done / number,
-                        "gathered": gathered + point.made * whole.gradient,
+                        "gathered": gathered + made * whole.gradient,
                         "activations": left + min(alive, saved),
                         "temporaries": max(0.0, alive - saved),
                     }

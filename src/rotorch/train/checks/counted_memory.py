@@ -5,32 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import ModelSpec
 from rotorch.mesh import device_type
 from rotorch.planner.memory import Memory
 from rotorch.planner.prediction import Prediction
-from rotorch.run_config import RunConfig
 from rotorch.traced.counted_memory import CountedPasses
 from rotorch.train.checks.preflight import CheckedRun, micro_batch_of
 from rotorch.train.module import make_module
-
-
-def passes_of(config: RunConfig, *, model_config: Any, spec: ModelSpec) -> CountedPasses:
-    """Returns the passes of a run's model, not counted yet."""
-    make = partial(make_module, lora=config.lora)
-    return CountedPasses(model_config, spec, config.data.sequence_length, config.train.precision, make)
-
-
-def why_not_counted(config: RunConfig, *, spec: ModelSpec) -> str:
-    """Says why the passes of a run cannot be counted; "" if they can."""
-    if config.train.compile:
-        return "compiled passes keep other tensors"
-    if config.data.kind == "preferences":
-        return "the loss of preferences keeps other tensors"
-    return "" if spec.order.layers else f"{spec.name} does not say what its layers are"
 
 
 def counted_ranks(
@@ -44,9 +26,14 @@ def counted_ranks(
         per_host: ranks of a host.
     """
     config, nothing = run.config, [None] * run.num_ranks
-    if why := why_not_counted(config, spec=run.spec):
-        return nothing, why
-    passes = passes_of(config, model_config=run.model_config, spec=run.spec)
+    if config.train.compile:
+        return nothing, "compiled passes keep other tensors"
+    if config.data.kind == "preferences":
+        return nothing, "the loss of preferences keeps other tensors"
+    if not run.spec.order.layers:
+        return nothing, f"{run.spec.name} does not say what its layers are"
+    make = partial(make_module, lora=config.lora)
+    passes = CountedPasses(run.model_config, run.spec, config.data.sequence_length, config.train.precision, make)
     try:
         found = passes.memory(
             run.strategies_in_passes,
