@@ -57,7 +57,7 @@ def llama():
     return config, model, trace_memory(config, model, tokens=32, precision="float32")
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", pytest.param("olmo2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3", pytest.param("olmo2", marks=pytest.mark.slow)])
 def test_kept_bytes_are_those_of_a_real_forward(name):
     config = load_config(f"configs/tiny/{name}.json")
     with on_meta():

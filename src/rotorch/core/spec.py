@@ -271,6 +271,7 @@ class LayerOrder:
         refused: the reason why the model cannot be cut into stages; "" if it can.
         halves: both of each layer, if it may be cut inside of its layers as well; else none.
         not_in_halves: the reason why it may not be; "" if it may, or if nobody knows.
+        kinds: of each layer, where layers with equal weights compute differently: full and sliding attention.
     """
 
     layers: tuple[str, ...] = ()
@@ -281,6 +282,7 @@ class LayerOrder:
     refused: str = ""
     halves: tuple[Half, ...] = ()
     not_in_halves: str = ""
+    kinds: tuple[str, ...] = ()
 
     @property
     def num_places(self) -> int:

@@ -81,6 +81,7 @@ def layer_order(module: nn.Module) -> LayerOrder:
         width=width_of(text),
         attention_width=_attention_width(text),
         experts_per_token=experts_per_token(text),
+        kinds=_kinds(text, num_layers=len(layers)),
     )
 
 
@@ -99,6 +100,12 @@ def _attention_width(config: Any) -> int:
     if not isinstance(heads, int):
         return 0  # of each layer its own
     return int(heads * (of_every_layer(config, "head_dim") or (of_every_layer(config, "hidden_size") or 0) // heads))
+
+
+def _kinds(config: Any, *, num_layers: int) -> tuple[str, ...]:
+    """The kind of each layer, by a text model's configuration; none if it does not tell layers apart."""
+    kinds = tuple(map(str, getattr(config, "layer_types", None) or ()))[:num_layers]
+    return kinds if len(kinds) == num_layers and len(set(kinds)) > 1 else ()
 
 
 class _SkippedLayer(nn.Module):

@@ -1,8 +1,8 @@
 """A model folded into classes of equal layers, and the operators that one rank issues for each of them.
 
 [Note: classes]
-    Layers whose units have the same weights, cuts and roles are one class, so 2 and 1,000 layers cost a plan the same.
-    One layer represents its class; all others differ from it in their number only.
+    Layers of one kind whose units have the same weights, cuts and roles are one class, so 2 and 1,000 layers cost a
+    plan the same. One layer represents its class; all others differ from it in their number only.
 
 [Note: what is no product]
     Between products a model reads and writes activations: norms and residual sums at both sides of an attention and an
@@ -145,8 +145,9 @@ class FoldedModel:
         """Returns the model with a specification that has one layer of each class only."""
         first = {number: self.pattern.index(number) for number in range(len(self.classes))}
         layers = tuple(self.spec.order.layers[layer] for layer in first.values())
+        kinds = tuple(self.spec.order.kinds[layer] for layer in first.values() if self.spec.order.kinds)
         units = (*self.before, *(unit for layer in self.classes for unit in layer.units), *self.after)
-        order = replace(self.spec.order, layers=layers)
+        order = replace(self.spec.order, layers=layers, kinds=kinds)
         return replace(self, spec=replace(self.spec, units=units, order=order))
 
     def under(self, *strategies: Strategy) -> FoldedModel:
@@ -189,12 +190,12 @@ def fold(spec: ModelSpec) -> FoldedModel:
     """Folds a model's equal layers into classes (see [Note: classes])."""
     by_layer = _units_by_layer(spec)
     num_layers = len(spec.order.layers)
-    keys: dict[tuple[Unit, ...], int] = {}
+    keys: dict[tuple[Unit | str, ...], int] = {}
     pattern: list[int] = []
     shown: list[tuple[Unit, ...]] = []
     for number, layer in enumerate(spec.order.layers):
         units = by_layer.get(number, ())
-        key = tuple(_without_name(unit, layer=layer) for unit in units)
+        key = (*(_without_name(unit, layer=layer) for unit in units), *spec.order.kinds[number : number + 1])
         if key not in keys:
             keys[key] = len(keys)
             shown.append(tuple(units))
