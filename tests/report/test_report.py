@@ -146,6 +146,7 @@ def test_events_that_a_run_has_noted(tmp_path):
         {"event": "started", "step": 2, "versions": VERSIONS, "at": "2026-11-23 12:00:00"},
         {"event": "ended", "step": 5, "memory": {"weights": 1 << 21, "gradients": 0}, "peaks": [1 << 22, 1 << 23]},
     ]
+    events[-1]["planned"] = {"planned_bytes": [3 << 20, 5 << 20], "measured_bytes": [4 << 20, 6 << 20]}
     records = [record(step) for step in range(1, 6)]
     records[1] |= {"skipped": True}
     run = write_run(tmp_path / "run", records, events=events)
@@ -158,6 +159,7 @@ def test_events_that_a_run_has_noted(tmp_path):
         "step 2: resumed, 2026-11-23 12:00:00",
         "measured: 2.00 MiB per rank (weights 2.00 MiB, gradients 0 B)",
         "peak by rank 4.00 MiB, 8.00 MiB",
+        "planned peak 5.00 MiB of tensors",
         "events.jsonl, line 6: damaged; it is left out",
         "torch 2.15.0",
     ):

@@ -20,6 +20,7 @@ from rotorch.core.errors import RankFailure
 from rotorch.parallelize import parallelize
 from rotorch.process.forking import forking
 from rotorch.train import loop
+from rotorch.train.checks.memory import TensorBytes
 from rotorch.train.launch import watchdog
 from rotorch.train.launch.elastic import launch, run_as_rank
 from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard
@@ -136,7 +137,7 @@ def test_waiting_for_a_save_and_going_back_may_take_long(monkeypatch, goes_back)
     wrong = SimpleNamespace(updated=False, loss=9.0, grad_norm=1.0, peak_bytes=(0,), stop=False, rewards=None)
     monkeypatch.setattr(loop, "train_step", lambda *_, **__: wrong)
     monkeypatch.setattr(loop, "PeakMeter", noted("peak"))
-    monkeypatch.setattr(loop, "tensor_bytes", noted("bytes"))
+    monkeypatch.setattr(loop, "tensor_bytes", noted("bytes", TensorBytes(0, 0, 0)))
     monkeypatch.setattr(loop, "memory_of_ranks", lambda *_: {})
     model = SimpleNamespace(mesh=None, device=None)
     state = SimpleNamespace(model=model, optimizer=object(), step=0, tokens=0, data={})

@@ -190,7 +190,7 @@ def fold(spec: ModelSpec) -> FoldedModel:
     """Folds a model's equal layers into classes (see [Note: classes])."""
     by_layer = _units_by_layer(spec)
     num_layers = len(spec.order.layers)
-    keys: dict[tuple[Unit | str, ...], int] = {}
+    keys: dict[tuple[object, ...], int] = {}
     pattern: list[int] = []
     shown: list[tuple[Unit, ...]] = []
     for number, layer in enumerate(spec.order.layers):

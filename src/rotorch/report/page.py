@@ -148,6 +148,8 @@ def _summary(run: RecordedRun, number: int) -> str:
         "time in steps": _duration(sum(seconds)) if seconds else "not measured",
         "peak of a rank": format_bytes(max(peaks)) if any(peaks := run.values("peak_bytes")) else "not measured",
     }
+    if run.planned_peaks:
+        facts["planned peak"] = f"{format_bytes(max(run.planned_peaks))} of tensors"
     if len(run.peaks) > 1:
         facts["peak by rank"] = ", ".join(format_bytes(peak) for peak in run.peaks[:64])
     return f'<div class="card r{number}"><b>{_label(number, run)}</b>{_pairs(facts)}</div>'

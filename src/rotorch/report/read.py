@@ -94,6 +94,7 @@ class RecordedRun:
         memory_steps: steps after which ranks told their memory; ascending.
         memory_columns: by category, of the rank that has the most, one value per step of `memory_steps`.
         peaks: highest memory of each rank in bytes, where the run has recorded it.
+        planned_peaks: of each rank's tensors, counted on fake ones, where the run has done so.
         versions: versions of packages, by name.
         trace: a traced step, None without one.
         remarks: what could not be read.
@@ -113,6 +114,7 @@ class RecordedRun:
     memory_steps: Sequence[int]
     memory_columns: Mapping[str, Sequence[float | None]]
     peaks: Sequence[int]
+    planned_peaks: Sequence[int]
     versions: Mapping[str, str]
     trace: Trace | None
     remarks: Sequence[str]
@@ -210,6 +212,7 @@ def read_run(directory: Path, *, name: str) -> RecordedRun:
         memory_steps=sorted(extra["noted"]),
         memory_columns=_highest(extra["noted"]),
         peaks=extra["peaks"],
+        planned_peaks=extra["planned"],
         versions=extra["versions"] or (of_checkpoints[-1] if of_checkpoints else {}),
         trace=read_trace(directory, remarks),
         remarks=remarks,
@@ -335,7 +338,7 @@ def _bytes_in(path: Path) -> int:
 
 def _read_events(path: Path, remarks: list[str]) -> tuple[list[Event], dict[str, Any]]:
     """The events that a run has noted; and the versions, the memory and the peaks that are told with them."""
-    extra: dict[str, Any] = {"versions": {}, "memory": {}, "peaks": (), "ranks": {}, "noted": {}}
+    extra: dict[str, Any] = {"versions": {}, "memory": {}, "peaks": (), "planned": (), "ranks": {}, "noted": {}}
     events: list[Event] = []
     try:
         lines = read_small(path, most_bytes=_MOST_JSON_BYTES, what="a run's list of events").splitlines()
@@ -356,8 +359,9 @@ def _read_events(path: Path, remarks: list[str]) -> tuple[list[Event], dict[str,
         if kind == "ended":
             if measured := _counts(found.get("memory")):
                 extra["memory"] = {**extra["memory"], "measured": measured}
-            peaks = found.get("peaks")
-            extra["peaks"] = [int(_finite(peak) or 0) for peak in peaks] if isinstance(peaks, list) else ()
+            extra["peaks"] = _list_of_counts(found.get("peaks"))
+            planned = found.get("planned")
+            extra["planned"] = _list_of_counts(planned.get("planned_bytes") if isinstance(planned, dict) else None)
         elif kind == "memory":
             if ranks := _by_rank(found):
                 extra["noted"][step] = extra["ranks"]["measured"] = ranks  # of a repeated step the later one counts
@@ -386,6 +390,10 @@ def _highest(noted: Mapping[int, Sequence[Mapping[str, int]]]) -> dict[str, list
     """By category the most that a rank has, of each noted step; None where the step does not tell."""
     steps = [noted[step] for step in sorted(noted)]
     return {c: [max((of[c] for of in ranks if c in of), default=None) for ranks in steps] for c in CATEGORIES}
+
+
+def _list_of_counts(found: Any) -> Sequence[int]:
+    return [int(_finite(each) or 0) for each in found] if isinstance(found, list) else ()
 
 
 def _counts(found: Any) -> dict[str, int]:

@@ -76,14 +76,17 @@ class EventsFile:
         """Notes a line that the user was told."""
         self._write("note", text=text)
 
-    def ended(self, *, memory: Mapping[str, int], peaks: Sequence[int]) -> None:
+    def ended(
+        self, *, memory: Mapping[str, int], peaks: Sequence[int], planned: Mapping[str, Any] | None = None
+    ) -> None:
         """Notes the end of the training loop.
 
         Args:
             memory: bytes of this rank's tensors at rest, by category.
             peaks: highest memory of each rank in bytes; 0 where the system does not tell.
+            planned: planned peaks of ranks beside measured ones, where they were counted.
         """
-        self._write("ended", memory=dict(memory), peaks=list(peaks))
+        self._write("ended", memory=dict(memory), peaks=list(peaks), **({"planned": planned} if planned else {}))
 
     def close(self) -> None:
         """Closes the file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
 from rotorch.core.errors import FinalFailure
@@ -160,7 +160,7 @@ def run_loop(
                 ends = patience.measured(step, held_out=now_measured, evals=now_by_name)
             memory = None
             if is_noted(step, first=first_step, steps=train.steps):
-                memory = {**memory_of_ranks(model, tensor_bytes(model, optimizer)), "peak": result.peak_bytes}
+                memory = {**memory_of_ranks(model, asdict(tensor_bytes(model, optimizer))), "peak": result.peak_bytes}
             record = StepRecord(
                 step=step,
                 loss=result.loss,

@@ -15,6 +15,7 @@ start                      once: in the launcher, or in every rank that torchrun
       loggers.make_listeners   wandb, mlflow and callbacks, on the first rank; beside metrics.jsonl and events.jsonl
       loop.run_loop            step.train_step, loop.evaluate, checkpoint.save
       sample.write_sample
+      planned_peaks          the memory of passes, counted, beside what ranks took
       summarise              the last lines
 """
 
@@ -24,6 +25,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -59,7 +61,9 @@ from rotorch.train.checkpoint.directories import checkpoints_of, make_directory
 from rotorch.train.checkpoint.saving import load_newest, package_versions
 from rotorch.train.checks.divergence import read_ahead
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
+from rotorch.train.checks.memory import process_bytes
 from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
+from rotorch.train.checks.planned_peaks import PlannedPeaks, planned_peaks
 from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run
 from rotorch.train.checks.resuming import data_position
 from rotorch.train.data.batches import BYTES, all_windows, open_windows, prepare_corpus, prepare_sources
@@ -282,6 +286,7 @@ def _train(
     config = run.config
     board.doing(RankPhase.BUILDING)
     is_first = os.environ.get("RANK", "0") == "0"
+    before = 0 if _uses_cuda(config) else process_bytes()
     if is_first:
         tell_phase("building the model")
     running.state = state = build(run, store=store)
@@ -308,6 +313,7 @@ def _train(
     if is_first:
         tell_phase()
     with _listeners(run, state) as (listeners, events, phase):
+        begun_s = time.monotonic()
         end = run_loop(
             state,
             config=config,
@@ -320,8 +326,13 @@ def _train(
             evals=evals,
             phase=phase,
         )
+        board.doing(RankPhase.REPORTING)
+        seconds = time.monotonic() - begun_s
+        planned = planned_peaks(run, model, peaks=end.peak_bytes, before=before, seconds=seconds)
         if events is not None:
-            events.ended(memory=asdict(end.tensors), peaks=end.peak_bytes)
+            events.ended(
+                memory=asdict(end.tensors), peaks=end.peak_bytes, planned=None if planned is None else asdict(planned)
+            )
     text = ""
     if config.sample.length and not end.stopped:
         board.doing(RankPhase.SAMPLING)
@@ -334,9 +345,10 @@ def _train(
         )
     board.doing(RankPhase.REPORTING)
     numbers = summarise(run, state, end=end, sample=text)
+    numbers["planned"] = None if planned is None else asdict(planned)
     numbers["sources"] = _shares(run, state, windows)
     if state.rank == 0:
-        _print_summary(run, numbers, end=end)
+        _print_summary(run, numbers, end=end, planned=planned)
         if summary is not None:
             summary.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
     model.close()
@@ -482,7 +494,7 @@ def _samples(run: CheckedRun) -> str:
     return "; one record a sample: several would not be kept apart" if chosen else ""
 
 
-def _print_summary(run: CheckedRun, numbers: dict[str, Any], *, end: LoopEnd) -> None:
+def _print_summary(run: CheckedRun, numbers: dict[str, Any], *, end: LoopEnd, planned: PlannedPeaks | None) -> None:
     lines = []
     if numbers["sample"]:
         lines += ["sample", *(f"  {line}" for line in numbers["sample"].splitlines()), ""]
@@ -503,7 +515,8 @@ def _print_summary(run: CheckedRun, numbers: dict[str, Any], *, end: LoopEnd) ->
     if numbers["peak_bytes_per_rank"]:
         what = "GPU" if _uses_cuda(run.config) else "process"
         memory += f" (peak of its whole {what}: {format_bytes(numbers['peak_bytes_per_rank'])})"
-    lines += [f"memory      {memory}", f"checkpoint  {numbers['checkpoint']}"]
+    lines += [f"memory      {memory}", *([f"planned     {planned}"] if planned is not None else [])]
+    lines.append(f"checkpoint  {numbers['checkpoint']}")
     if numbers["stopped"] and run.command:
         lines.append(f"go on with  {run.command}")
     console = Console(soft_wrap=True)

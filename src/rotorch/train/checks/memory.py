@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from rotorch.parallel_model import ParallelModel
 
 _LOOK_EVERY_S = 10.0
 _MARKS = 100
+_ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,13 @@ def is_noted(step: int, *, first: int, steps: int) -> bool:
     return step == first or step * _MARKS // steps != (step - 1) * _MARKS // steps
 
 
-def memory_of_ranks(model: ParallelModel, mine: TensorBytes) -> dict[str, list[int]]:
-    """Bytes of every rank by category, by rank; ranks sum 24 bytes of each. All ranks."""
+def memory_of_ranks(model: ParallelModel, mine: Mapping[str, int]) -> dict[str, list[int]]:
+    """Bytes of every rank by category, by rank; ranks sum 8 bytes of each category and rank. All ranks."""
     num_ranks = model.mesh.size()
-    table = torch.zeros(3, num_ranks, dtype=torch.float64)
-    own = torch.tensor([mine.weights, mine.gradients, mine.optimizer], dtype=torch.float64)
-    table[:, model.mesh.get_rank() if num_ranks > 1 else 0] = own
+    table = torch.zeros(len(mine), num_ranks, dtype=torch.float64)
+    table[:, model.mesh.get_rank() if num_ranks > 1 else 0] = torch.tensor([*mine.values()], dtype=torch.float64)
     found = all_reduce_sum(table, mesh=model.mesh).tolist()
-    return {c: [int(n) for n in row] for c, row in zip(("weights", "gradients", "optimizer"), found, strict=True)}
+    return {category: [int(n) for n in row] for category, row in zip(mine, found, strict=True)}
 
 
 class PeakMeter:
@@ -79,10 +80,15 @@ class PeakMeter:
         if sys.platform != "linux":
             return 0
         if time.monotonic() - self._looked_s > _LOOK_EVERY_S:  # the kernel walks all pages for it
-            rollup = _kib_fields(Path("/proc/self/smaps_rollup"))
+            rollup = _kib_fields(_ROLLUP)
             self._excess_kib = rollup.get("Rss", 0) - rollup.get("Pss", 0)
             self._looked_s = time.monotonic()
         return (_kib_fields(Path("/proc/self/status")).get("VmHWM", 0) - self._excess_kib) * 1024
+
+
+def process_bytes() -> int:
+    """Bytes that this process has now, its part of shared pages included; 0 where the system does not tell."""
+    return _kib_fields(_ROLLUP).get("Pss", 0) * 1024
 
 
 def _kib_fields(path: Path) -> dict[str, int]:

@@ -1,0 +1,77 @@
+"""Planned peaks of a run's ranks beside those that its ranks had: the last thing that a run says of its memory.
+
+[Note: what is measured]
+    A GPU's allocator tells the most that tensors took, which is what plans predict. Of a CPU rank the kernel knows the
+    process: what it took beyond what it had before there was a model, with gaps of the allocator, buffers of messages
+    and copies that saves make. So a process takes more than its tensors, by a share that falls with their size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rotorch.core.quantities import format_bytes
+from rotorch.mesh import device_type
+from rotorch.parallel_model import ParallelModel
+from rotorch.planner.prediction import predict_ranks
+from rotorch.train.checks.counted_memory import counted_ranks
+from rotorch.train.checks.memory import memory_of_ranks
+from rotorch.train.checks.preflight import CheckedRun
+
+LEAST_S = 20.0
+"""Passes of a loop that took less are not counted at its end, since that takes a second or more."""
+
+
+@dataclass(frozen=True)
+class PlannedPeaks:
+    """Highest memory of ranks, as it is planned and as it was.
+
+    Attributes:
+        planned_bytes: of tensors, by rank; none if passes cannot be counted.
+        measured_bytes: by rank (see [Note: what is measured]).
+        on_gpus: ranks compute on GPUs.
+        why_not: the reason if nothing is planned.
+    """
+
+    planned_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
+    on_gpus: bool
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        if not self.planned_bytes:
+            return f"not counted: {self.why_not}"
+        planned = max(self.planned_bytes)
+        measured = self.measured_bytes[self.planned_bytes.index(planned)]
+        text = f"{format_bytes(planned)} of tensors at the highest moment of a step"
+        if not self.on_gpus:
+            return f"{text}; the process took {format_bytes(measured)} more than before there was a model"
+        return f"{text}; measured {format_bytes(measured)} ({measured / planned - 1:+.1%})"
+
+
+def planned_peaks(
+    run: CheckedRun, model: ParallelModel, *, peaks: Sequence[int], before: int, seconds: float
+) -> PlannedPeaks | None:
+    """Counts the passes of a run that is over. All ranks; rank 0 has the result, if the loop was not short.
+
+    Args:
+        run: that has come to its end.
+        model: of this rank.
+        peaks: the most memory each rank took, by rank; 0 where the system does not tell.
+        before: bytes that this rank's process had when there was no model; 0 on a GPU.
+        seconds: of the loop.
+    """
+    rank = model.mesh.get_rank() if run.num_ranks > 1 else 0
+    measured = memory_of_ranks(model, {"peak": max(0, peaks[rank] - before)})["peak"]
+    if rank != 0 or seconds < LEAST_S or not all(peaks):
+        return None
+    try:
+        predictions = predict_ranks(run.spec, strategies=run.strategies_in_passes)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
+        found, why_not = counted_ranks(run, predictions=predictions, per_host=local)
+    except Exception as error:  # a run that has ended well does not fail here
+        found, why_not = (), f"{type(error).__name__}: {error}"
+    planned = tuple(round(memory.total_bytes) for memory in found if memory is not None)
+    return PlannedPeaks(planned, tuple(measured), device_type(run.config.train.device) == "cuda", why_not)
