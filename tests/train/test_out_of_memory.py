@@ -1,5 +1,6 @@
 """Memory that runs out: noticed on the rank where it does, with what is alive there and what would fit."""
 
+import json
 import os
 import re
 import resource
@@ -13,11 +14,12 @@ from commands import rotorch, write_run
 from failures import seen
 from three_weights import make
 
-from rotorch.core.errors import HeardFailure, RankFailure
+from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
+from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.planner.prediction import predict
 from rotorch.run_config import BatchSizes
-from rotorch.strategies import batch_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, format_parallel, parse_parallel
 from rotorch.testing.ranks import run_ranks
 from rotorch.train import loop
 from rotorch.train.checkpoint import storage
@@ -35,6 +37,7 @@ from rotorch.train.checks.out_of_memory import (
     bytes_alive,
     changes,
     cheapest_change,
+    counted_changes,
     is_out_of_memory,
 )
 
@@ -302,3 +305,57 @@ def test_a_rank_without_memory_says_what_it_has(tmp_path, warm, monkeypatch):
         r"\(rank 0 was [^)]*\)": "(rank 0 was in step 2, computing forward and backward)",
     }
     seen("A rank runs out of memory", done.stderr, instead=varies)
+
+
+def highest(run_toml, directory, *settings):
+    """Bytes of each rank at its highest moment, by a dry run."""
+    said = directory / "said.json"
+    done = rotorch(directory / "log", "train", run_toml, *settings, "--dry-run", "--json", said)
+    assert (done.code, done.stderr) == (0, "")
+    return [sum(rank.values()) for rank in json.loads(said.read_text())["highest"]]
+
+
+def test_what_would_fit_is_counted_where_memory_for_that_is_left(tmp_path, warm, monkeypatch):
+    """A rank on a GPU, or one that has asked for more than there is."""
+    read = loop.read_batches
+
+    def without(*args, step, **kwargs):
+        if os.environ["RANK"] == "1" and step == 2:
+            raise RuntimeError(FULL)
+        return read(*args, step=step, **kwargs)
+
+    monkeypatch.setattr(loop, "read_batches", without)
+    run_toml, settings = write_run(tmp_path), ["--parallel=rtp=2", "train.micro_batch=4"]
+    takes = highest(run_toml, tmp_path, *settings)[1]
+    other = ["train.micro_batch=2", "train.accumulation=1"]
+    less = max(highest(run_toml, tmp_path, "--parallel=rtp=4", *other))
+    done = rotorch(tmp_path / "log", "train", run_toml, *settings)
+    assert done.code == 3
+    assert f"are missing: a step takes {format_bytes(takes)} at its highest moment" in done.stderr, done.stderr
+    saved = f"parallel.layout=rtp=4 {' '.join(other)} --nproc 4 (about {format_bytes(takes - less)} here)"
+    assert f"no single change saves that much. Most is saved by {saved}" in done.stderr, done.stderr
+
+
+def test_counted_changes_fit_every_rank_of_another_layout():
+    """Of the same layout this rank's own peak counts, whatever others have."""
+    peaks = {"single": [1000], "pp=2": [1000, 900], "rtp=2": [300, 400], "fsdp=2": [700, 650], "rtp=4": [200] * 4}
+
+    def counted(strategies, sizes):
+        found = peaks.get(format_parallel(strategies), ())
+        if not found:
+            raise ConfigError("it cannot be counted")
+        return [each * sizes.micro_batch // 2 for each in found]
+
+    share = Share(IN_LAYERS, parse_parallel("pp=2"), BatchSizes(2, 1, 1), rank=1, num_layers=10, peaks=counted)
+    found = {change.write: change.saves_bytes for change in counted_changes(share, counted, here=900)}
+    assert found["train.micro_batch=1 train.accumulation=2"] == 450
+    share = replace(share, strategies=parse_parallel("rtp=2"), sizes=BatchSizes(2, 1, 2))
+    found = {change.write: change.saves_bytes for change in counted_changes(share, counted, here=400)}
+    assert found["parallel.layout=fsdp=2"] == -300  # the larger rank counts
+    assert found["parallel.layout=rtp=4 train.micro_batch=1 train.accumulation=1 --nproc 4"] == 300
+    assert not [write for write in found if "recompute" in write]  # which cannot be counted here
+    alive = {**dict.fromkeys(CATEGORIES, 0), "weights": 150}
+    assert cheapest_change(share, alive, asked=10) == (
+        "250 B are missing: a step takes 400 B at its highest moment. Cheapest change that fits: "
+        "parallel.layout=rtp=4 train.micro_batch=1 train.accumulation=1 --nproc 4 (saves about 300 B here)"
+    )

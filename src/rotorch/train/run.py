@@ -59,6 +59,7 @@ from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint.auxiliary_files import auxiliary_files
 from rotorch.train.checkpoint.directories import checkpoints_of, make_directory
 from rotorch.train.checkpoint.saving import load_newest, package_versions
+from rotorch.train.checks.counted_memory import CountedRun
 from rotorch.train.checks.divergence import read_ahead
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
 from rotorch.train.checks.memory import process_bytes
@@ -269,6 +270,7 @@ def train(
         copies_to_save=run.config.train.async_save,
         dtype_of_passes=dtype_of_passes(run.config.train.precision),
         device=device_type(run.config.train.device),
+        peaks=CountedRun(run).peaks,
     )
     with explained_out_of_memory(share) as running:
         return _train(board, run=run, corpus=corpus, summary=summary, running=running, store=store)

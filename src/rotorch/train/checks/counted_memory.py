@@ -2,53 +2,80 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.strategy import Strategy
 from rotorch.mesh import device_type
 from rotorch.planner.memory import Memory
-from rotorch.planner.prediction import Prediction
+from rotorch.planner.prediction import Prediction, predict_ranks
+from rotorch.run_config import BatchSizes
+from rotorch.strategies import num_ranks
 from rotorch.traced.counted_memory import CountedPasses
-from rotorch.train.checks.preflight import CheckedRun, micro_batch_of
+from rotorch.train.checks.preflight import CheckedRun, in_passes, micro_batch_of
 from rotorch.train.module import make_module
 
 
-def counted_ranks(
-    run: CheckedRun, *, predictions: Sequence[Prediction], per_host: int
-) -> tuple[Sequence[Memory | None], str]:
-    """Returns the memory of each rank at its highest moment; or nothing, and why not.
+class CountedRun:
+    """Counted passes of a run, under its own layout and batch and under others: its model is traced when first asked.
 
     Args:
         run: the checked run.
-        predictions: of its ranks, in passes.
-        per_host: ranks of a host.
     """
-    config, nothing = run.config, [None] * run.num_ranks
-    if config.train.compile:
-        return nothing, "compiled passes keep other tensors"
-    if config.data.kind == "preferences":
-        return nothing, "the loss of preferences keeps other tensors"
-    if not run.spec.order.layers:
-        return nothing, f"{run.spec.name} does not say what its layers are"
-    make = partial(make_module, lora=config.lora)
-    passes = CountedPasses(run.model_config, run.spec, config.data.sequence_length, config.train.precision, make)
-    try:
-        found = passes.memory(
-            run.strategies_in_passes,
-            batch=micro_batch_of(config),
-            accumulation=run.sizes.accumulation,
+
+    def __init__(self, run: CheckedRun) -> None:
+        self._run, config = run, run.config
+        make = partial(make_module, lora=config.lora)
+        tokens, precision = config.data.sequence_length, config.train.precision
+        self._passes = CountedPasses(run.model_config, run.spec, tokens, precision, make)
+
+    def memory(self, strategies: Sequence[Strategy], sizes: BatchSizes) -> list[Memory]:
+        """Returns the memory of each rank at the highest moment of a step.
+
+        Args:
+            strategies: as they are written, outermost first.
+            sizes: of the batch under them.
+
+        Raises:
+            ConfigError: passes of such a run cannot be counted.
+        """
+        run, config = self._run, self._run.config
+        if config.train.compile:
+            raise ConfigError("compiled passes keep other tensors")
+        if config.data.kind == "preferences":
+            raise ConfigError("the loss of preferences keeps other tensors")
+        if not run.spec.order.layers:
+            raise ConfigError(f"{run.spec.name} does not say what its layers are")
+        strategies, batch = in_passes(config, strategies), micro_batch_of(config)
+        found = self._passes.memory(
+            strategies,
+            batch=replace(batch, num_rows=batch.num_rows // config.train.micro_batch * sizes.micro_batch),
+            accumulation=sizes.accumulation,
             device=device_type(config.train.device),
-            per_host=per_host,
+            per_host=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks(strategies))),
         )
+        if config.optimizer.name == "adamw":  # which plans are made with
+            return found
+        states = [optimizer_bytes(run, each) for each in predict_ranks(run.spec, strategies=strategies)]
+        return [
+            replace(memory, by_category={**memory.by_category, "optimizer": state})
+            for memory, state in zip(found, states, strict=True)
+        ]
+
+    def peaks(self, strategies: Sequence[Strategy], sizes: BatchSizes) -> list[float]:
+        """Returns the bytes of each rank at the highest moment of a step; as `memory`."""
+        return [memory.total_bytes for memory in self.memory(strategies, sizes)]
+
+
+def counted_ranks(run: CheckedRun) -> tuple[Sequence[Memory | None], str]:
+    """Returns the memory of each rank of a run at its highest moment; or of each None, and why not."""
+    try:
+        return CountedRun(run).memory(run.strategies, run.sizes), ""
     except ConfigError as error:
-        return nothing, str(error)
-    states = [optimizer_bytes(run, each) for each in predictions]
-    return [
-        replace(memory, by_category={**memory.by_category, "optimizer": state})
-        for memory, state in zip(found, states, strict=True)
-    ], ""
+        return [None] * run.num_ranks, str(error)
 
 
 def optimizer_bytes(run: CheckedRun, predicted: Prediction) -> int:

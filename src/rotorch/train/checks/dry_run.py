@@ -94,7 +94,7 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
     predictions = predict_ranks(run.spec, strategies=run.strategies_in_passes)
     read = None if run.resume is None else _Reading(run, run.resume.manifest)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
-    counted, not_counted = counted_ranks(run, predictions=predictions, per_host=local)
+    counted, not_counted = counted_ranks(run)
     ranks = [
         _plan(run, found, read, highest, rank=rank)
         for rank, (found, highest) in enumerate(zip(predictions, counted, strict=True))

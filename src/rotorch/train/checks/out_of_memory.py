@@ -7,17 +7,19 @@
     activation checkpointing, reading saved tensors would recompute them: then activations are among "other".
 
 [Note: what would fit]
-    The need is the failed allocation, and memory that will be allocated later: gradients, and the optimizer's state
-    before its first step. The Layouts' formulas give the savings at rest of other layouts; smaller micro-batches and
-    recomputation save parts of the live activations. Changes are tried from the cheapest on: the same numbers in more
-    passes, then a third more computation, then another layout, then more ranks. In a save no tensor of a batch is
+    Changes are tried from the cheapest on: the same numbers in more passes, then a third more computation, then another
+    layout, then more ranks. Where passes can be counted (`counted_memory.py`), which takes some host memory, the need
+    is what a step takes at its highest moment beyond what is alive, and a change saves as much as its own highest
+    moment is lower. Elsewhere the need is the failed allocation, and memory that will be allocated later: gradients,
+    and the optimizer's state before its first step; the Layouts' formulas give the savings at rest of other layouts,
+    and smaller micro-batches and recomputation save parts of the live activations. In a save no tensor of a batch is
     alive, so only memory at rest counts, and the copy from which a background save writes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -45,6 +47,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = 
 """As in the ledger of `rotorch bench`."""
 
 _RESERVE_BYTES = 16 << 20
+_COUNTING_BYTES = 256 << 20  # of host memory; with less, passes are not counted
 _SAVES = (
     "rotorch.train.checkpoint.async_save"  # its functions save, and do nothing else; it cannot be imported from here
 )
@@ -78,6 +81,10 @@ class Running:
     state: TrainState | None = None
 
 
+Peaks = Callable[[Sequence[Strategy], BatchSizes], Sequence[float]]
+"""Counts the bytes of each rank at the highest moment of a step, under strategies as they are written and a batch."""
+
+
 @dataclass(frozen=True)
 class Share:
     """A rank's share of a run.
@@ -91,6 +98,7 @@ class Share:
         copies_to_save: True if a save behind the run has copies of all that it writes (`train.async_save`).
         dtype_of_passes: of products, if it is not the weights' own.
         device: of ranks: "cpu" or "cuda".
+        peaks: of ranks, if they can be counted.
     """
 
     spec: ModelSpec
@@ -101,6 +109,7 @@ class Share:
     copies_to_save: bool = False
     dtype_of_passes: str | None = None
     device: str = "cpu"
+    peaks: Peaks | None = None
 
     def predicted(self) -> Prediction:
         """The bytes of this rank, by the Layouts."""
@@ -239,6 +248,11 @@ def _left(device: torch.device) -> str:
     return f"{format_bytes(available_bytes())} of this machine's memory are left"
 
 
+def _host_bytes_left() -> int:
+    left = address_space_left_bytes()
+    return available_bytes() if left is None else min(left, available_bytes())
+
+
 def _device(state: TrainState | None) -> torch.device:
     return state.model.device if state is not None else torch.device("cpu")
 
@@ -256,18 +270,32 @@ class Change:
 
 def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int | None, saving: bool = False) -> str:
     """Says what to write instead, as a sentence without its end (see [Note: what would fit])."""
+    if share.peaks is not None and not saving and _host_bytes_left() >= _COUNTING_BYTES:
+        with suppress(Exception):  # passes that cannot be counted
+            return _cheapest_counted(share, share.peaks, alive, asked=asked or 0)
     ledger = share.predicted().ledger
     needed = (asked or 0) + sum(max(0, (ledger[name] or 0) - alive[name]) for name in (GRADIENTS, OPTIMIZER))
-    found = [change for change in changes(share, alive, asked=asked or 0, saving=saving) if change.saves_bytes > 0]
-    missing = f"{format_bytes(needed)} are missing with what is to come"
-    if not needed:
-        missing = "How much is missing is not known"
-    if not found:
+    found = changes(share, alive, asked=asked or 0, saving=saving)
+    return _cheapest_of(found, needed=needed, missing=f"{format_bytes(needed)} are missing with what is to come")
+
+
+def _cheapest_counted(share: Share, peaks: Peaks, alive: Mapping[str, int], *, asked: int) -> str:
+    here = round(peaks(share.strategies, share.sizes)[share.rank])
+    needed = max(asked, here - sum(alive.values()))
+    missing = f"{format_bytes(needed)} are missing: a step takes {format_bytes(here)} at its highest moment"
+    return _cheapest_of(counted_changes(share, peaks, here=here), needed=needed, missing=missing)
+
+
+def _cheapest_of(found: Iterator[Change], *, needed: int, missing: str) -> str:
+    """Says which is the first of some changes that saves enough; `missing`: says how much that is."""
+    saving = [change for change in found if change.saves_bytes > 0]
+    missing = missing if needed else "How much is missing is not known"
+    if not saving:
         return f"{missing}, and no setting saves any: more memory is needed"
-    most = max(found, key=lambda change: change.saves_bytes)
+    most = max(saving, key=lambda change: change.saves_bytes)
     if not needed:
         return f"{missing}. Most is saved by {most.write} (about {format_bytes(most.saves_bytes)} here)"
-    for change in found:
+    for change in saving:
         if change.saves_bytes >= needed:
             return (
                 f"{missing}. Cheapest change that fits: {change.write} "
@@ -279,45 +307,86 @@ def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int | None
     )
 
 
+def counted_changes(share: Share, peaks: Peaks, *, here: float) -> Iterator[Change]:
+    """Changes of the run that lower the highest moment of a rank, the cheapest first.
+
+    Args:
+        share: of the rank.
+        peaks: counts them.
+        here: the rank's highest moment as it is.
+    """
+    for other in _alternatives(share):
+        with suppress(ConfigError):
+            found = peaks(other.strategies, other.sizes)
+            # Another layout has other ranks, and has to fit on each.
+            highest = max(found) if other.is_layout else found[share.rank]
+            yield Change(other.write, round(here - highest))
+
+
 def changes(share: Share, alive: Mapping[str, int], *, asked: int, saving: bool = False) -> Iterator[Change]:
-    """Changes of the run that save memory on a rank, the cheapest first (see [Note: what would fit])."""
+    """Changes of the run that save memory on a rank, by formulas, the cheapest first (see [Note: what would fit])."""
     passing = 0 if saving else alive[ACTIVATIONS] + alive[LOGITS] + asked
     if saving and share.copies_to_save:
         saved = alive[WEIGHTS] + alive[OPTIMIZER] - share.predicted().copies_bytes  # copies for passes are not saved
         yield Change("train.async_save=false", saved)
-    for micro_batch in range(share.sizes.micro_batch - 1 if passing else 0, 0, -1):
-        if share.sizes.micro_batch % micro_batch == 0:
-            accumulation = share.sizes.accumulation * share.sizes.micro_batch // micro_batch
-            yield Change(
-                f"train.micro_batch={micro_batch} train.accumulation={accumulation}",
-                passing - passing * micro_batch // share.sizes.micro_batch,
-            )
-    strategies = share.strategies
+    here = _at_rest(share)
+    for other in _alternatives(share):
+        saved = passing - passing * other.sizes.micro_batch // share.sizes.micro_batch
+        if other.is_layout:
+            with suppress(ConfigError):
+                at_rest = here - _at_rest(replace(share, strategies=other.strategies))
+                if at_rest > 0:
+                    yield Change(other.write, at_rest + saved)
+        elif other.strategies != share.strategies:
+            if not saving:
+                yield Change(other.write, alive[ACTIVATIONS] - alive[ACTIVATIONS] // _num_layers(share))
+        elif passing:
+            yield Change(other.write, saved)
+
+
+@dataclass(frozen=True)
+class _Alternative:
+    """Another way to run.
+
+    Attributes:
+        write: in the run's configuration.
+        strategies: of the model, as they are written.
+        sizes: of the batch, as large over all ranks as now.
+        is_layout: another layout, not the same one with an option more.
+    """
+
+    write: str
+    strategies: tuple[Strategy, ...]
+    sizes: BatchSizes
+    is_layout: bool = False
+
+
+def _alternatives(share: Share) -> Iterator[_Alternative]:
+    """Yields other ways to run, the cheapest first."""
+    sizes, strategies = share.sizes, share.strategies
+    for micro_batch in range(sizes.micro_batch - 1, 0, -1):
+        if sizes.micro_batch % micro_batch == 0:
+            accumulation = sizes.accumulation * sizes.micro_batch // micro_batch
+            write = f"train.micro_batch={micro_batch} train.accumulation={accumulation}"
+            yield _Alternative(write, strategies, BatchSizes(micro_batch, accumulation, sizes.batch_ranks))
     *outer, innermost = strategies
     option = {"rtp": "slice"}.get(innermost.kind, "block")
-    num_layers = _num_layers(share)
-    if not saving and num_layers > 1 and getattr(innermost, "recompute", option) != option:
-        again = type(innermost).model_validate({**innermost.model_dump(), "recompute": option})
-        saved = alive[ACTIVATIONS] - alive[ACTIVATIONS] // num_layers
-        yield Change(f"parallel.layout={format_parallel((*outer, again))}", saved)
-    here = _at_rest(share)
+    if _num_layers(share) > 1 and getattr(innermost, "recompute", option) != option:
+        again = (*outer, type(innermost).model_validate({**innermost.model_dump(), "recompute": option}))
+        yield _Alternative(f"parallel.layout={format_parallel(again)}", again, sizes)
     for other in _other_layouts(strategies):
         try:
             for strategy in other:
                 strategy.check(share.spec)
-            sizes = _same_global_batch(share, strategies=other)
-            saved = here - _at_rest(replace(share, strategies=other))
+            there = _same_global_batch(share, strategies=other)
         except ConfigError:
             continue
-        if saved <= 0:
-            continue
         write = f"parallel.layout={format_parallel(other)}"
-        if (sizes.micro_batch, sizes.accumulation) != (share.sizes.micro_batch, share.sizes.accumulation):
-            write += f" train.micro_batch={sizes.micro_batch} train.accumulation={sizes.accumulation}"
-            saved += passing - passing * sizes.micro_batch // share.sizes.micro_batch
-        yield Change(
-            write + (f" --nproc {num_ranks(other)}" if num_ranks(other) != num_ranks(strategies) else ""), saved
-        )
+        if (there.micro_batch, there.accumulation) != (sizes.micro_batch, sizes.accumulation):
+            write += f" train.micro_batch={there.micro_batch} train.accumulation={there.accumulation}"
+        if num_ranks(other) != num_ranks(strategies):
+            write += f" --nproc {num_ranks(other)}"
+        yield _Alternative(write, other, there, is_layout=True)
 
 
 def _other_layouts(strategies: tuple[Strategy, ...]) -> Iterator[tuple[Strategy, ...]]:

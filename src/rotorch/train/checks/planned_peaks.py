@@ -8,14 +8,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rotorch.core.quantities import format_bytes
 from rotorch.mesh import device_type
 from rotorch.parallel_model import ParallelModel
-from rotorch.planner.prediction import predict_ranks
 from rotorch.train.checks.counted_memory import counted_ranks
 from rotorch.train.checks.memory import memory_of_ranks
 from rotorch.train.checks.preflight import CheckedRun
@@ -68,9 +66,7 @@ def planned_peaks(
     if rank != 0 or seconds < LEAST_S or not all(peaks):
         return None
     try:
-        predictions = predict_ranks(run.spec, strategies=run.strategies_in_passes)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
-        found, why_not = counted_ranks(run, predictions=predictions, per_host=local)
+        found, why_not = counted_ranks(run)
     except Exception as error:  # a run that has ended well does not fail here
         found, why_not = (), f"{type(error).__name__}: {error}"
     planned = tuple(round(memory.total_bytes) for memory in found if memory is not None)

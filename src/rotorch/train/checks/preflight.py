@@ -96,7 +96,7 @@ class CheckedRun:
     @property
     def strategies_in_passes(self) -> tuple[Strategy, ...]:
         """The strategies, with what follows from the precision of passes and from the device."""
-        return _in_passes(self.config, self.strategies)
+        return in_passes(self.config, self.strategies)
 
 
 def check_run(
@@ -357,12 +357,13 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
 
     if config.train.compile:
         check_compiled(strategies)
-    _in_passes(config, strategies)
+    in_passes(config, strategies)
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")
 
 
-def _in_passes(config: RunConfig, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+def in_passes(config: RunConfig, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Returns strategies with what follows from the precision of a run's passes and from its device."""
     from rotorch.mesh import device_type
 
     dtype, device = dtype_of_passes(config.train.precision), device_type(config.train.device)
