@@ -52,8 +52,8 @@ SECTIONS = {
     "is, whom it waits for and since when, with its Python stack and what torch has recorded of its collectives.",
     "A rank runs out of memory": "The names are those of the memory ledger of `rotorch bench`. What is missing counts "
     "what will be there later, too: gradients, and the optimizer's state before its first step. Where 256 MiB of the "
-    "host's memory are left, as on a GPU, passes are counted on fake tensors, and the message says what a step takes at "
-    "its highest moment.",
+    "host's memory are left, as on a GPU, passes are counted on fake tensors, and the message says what a step takes "
+    "at its highest moment.",
     "A rank runs out of memory in a save": "The names are those of the memory ledger.",
     "The loss is not finite": "The batch has gone forward a second time, to find where it began. `train.on_nonfinite` "
     "decides whether the run stops, skips the batch, or goes back to its last checkpoint.",
