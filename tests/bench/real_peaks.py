@@ -2,6 +2,7 @@
 
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.tensor_memory import measure_tensors
+from rotorch.core.precision import copies_itemsize
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
 from rotorch.planner.cluster import load_cluster
@@ -22,18 +23,18 @@ def peak_of(task, layout, steps=1):
     return min(found)
 
 
-def planned(config, *, rows, tokens, **more):
-    """A planner's task: a step of so many rows of all ranks together, in float32."""
+def planned(config, *, rows, tokens, precision="float32", **more):
+    """A planner's task: a step of so many rows of all ranks together."""
     cluster = load_cluster("cpu2")
     with on_meta():
-        spec = describe(causal_lm(config))
+        spec = describe(causal_lm(config)).with_copies(copies_itemsize(precision))
     return Task(
         spec=spec,
-        traced=trace_memory(config, fold(spec), tokens=tokens, precision="float32"),
+        traced=trace_memory(config, fold(spec), tokens=tokens, precision=precision),
         cluster=cluster,
         speeds=speeds_of(cluster, dtype="float32"),
         batch=Batch(rows, tokens),
-        precision="float32",
+        precision=precision,
         budget_bytes=float("inf"),
         **more,
     )

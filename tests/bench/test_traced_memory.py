@@ -280,6 +280,25 @@ def test_predicted_peaks_within_layers_are_those_of_a_real_step(layout):
     assert predicted.total_bytes == pytest.approx(measured, rel=0.005)
 
 
+@pytest.mark.parametrize("layout", ["single[recompute=block]", pytest.param("single", marks=pytest.mark.slow)])
+def test_the_highest_layer_may_be_one_in_the_middle(layout):
+    """Layers with sliding attention keep a repeated copy of keys and values; the first and the last one have none."""
+    sliding = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    kinds = {"num_hidden_layers": len(sliding), "layer_types": sliding}
+    config = config_from_dict(json.loads(Path("configs/tiny/qwen3.json").read_text()) | kinds, source="")
+    task = BenchTask(
+        name="tiny",
+        model=config.to_dict(),
+        vocabulary=config.vocab_size,
+        num_ranks=1,
+        micro_batch=8,
+        sequence_length=128,
+    )
+    (measured,) = run_ranks(peak_of, task, layout, num_ranks=1)
+    predicted = judged(planned(config, rows=8, tokens=128), layout, rows=8, accumulation=1).memory
+    assert predicted.total_bytes == pytest.approx(measured, rel=0.005)
+
+
 @pytest.mark.parametrize(
     ("rows", "tokens", "vocab", "options"),
     [

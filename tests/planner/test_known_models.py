@@ -26,6 +26,7 @@ def directory(monkeypatch, tmp_path):
 
 def model():
     spec = on_grids(transformer(layers=3))
+    spec = replace(spec, order=replace(spec.order, kinds=("full", "sliding", "full")))
     units = (spec.units[0].with_note(WholeExperts(4)), *spec.units[1:])
     return KnownModel(replace(spec, units=units, kept_whole=(KeptWhole("a", 1, "why"),)), TRACED)
 

@@ -238,3 +238,12 @@ def test_layers_that_are_alike_count_once_with_whole_experts(layout):
     (rank,) = at_rest(held, strategies=[strategy])
     assert rank.by_category["weights"] == spec.num_bytes / 2
     assert rank.gathered.block == 0
+
+
+def test_layers_of_another_kind_are_a_class_of_their_own():
+    spec = transformer(layers=4)
+    model = fold(replace(spec, order=replace(spec.order, kinds=("full", "sliding", "sliding", "full")))).short()
+    assert fold(spec).pattern == (0, 0, 0, 0) and model.pattern == (0, 1, 1, 0)
+    assert model.spec.order.kinds == ("full", "sliding")
+    held = model.under(*parse_parallel("rtp=2"))
+    assert (held.pattern, [layer.count for layer in held.classes]) == (model.pattern, [2, 2])

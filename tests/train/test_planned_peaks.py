@@ -2,12 +2,17 @@
 
 import json
 import re
+import sys
 
 import pytest
+import torch
 from commands import rotorch, write_run
 
 from rotorch.core.quantities import format_bytes
+from rotorch.testing.ranks import run_ranks
+from rotorch.train import run
 from rotorch.train.checks import planned_peaks
+from rotorch.train.checks.memory import PeakMeter, forget_peak
 from rotorch.train.checks.planned_peaks import PlannedPeaks
 from rotorch.train.events import EVENTS
 
@@ -15,7 +20,7 @@ from rotorch.train.events import EVENTS
 @pytest.fixture
 def at_once(monkeypatch):
     """Every run is long enough to be counted."""
-    monkeypatch.setattr(planned_peaks, "LEAST_S", 0.0)
+    monkeypatch.setattr(run, "LEAST_S", 0.0)
 
 
 def ended(run_directory):
@@ -70,3 +75,20 @@ def test_a_short_run_is_not_counted(tmp_path, warm):
 def test_a_gpus_tensors_are_compared_with_planned_ones():
     on_gpus = PlannedPeaks((1 << 30, 2 << 30), (1 << 30, 3 << 30), on_gpus=True)
     assert str(on_gpus) == "2.00 GiB of tensors at the highest moment of a step; measured 3.00 GiB (+50.0%)"
+
+
+def test_without_a_measure_only_the_plan_is_said():
+    assert str(PlannedPeaks((1 << 30,), (), on_gpus=False)) == "1.00 GiB of tensors at the highest moment of a step"
+
+
+def freed_before():
+    numbers = torch.ones(16 << 20)  # 64 MiB
+    del numbers
+    before = forget_peak()
+    return PeakMeter(torch.device("cpu")).peak_bytes() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's marks are Linux's")
+def test_what_a_process_had_taken_before_does_not_count():
+    (grown,) = run_ranks(freed_before, num_ranks=1)
+    assert grown < 32 << 20

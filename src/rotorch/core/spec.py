@@ -271,7 +271,7 @@ class LayerOrder:
         refused: the reason why the model cannot be cut into stages; "" if it can.
         halves: both of each layer, if it may be cut inside of its layers as well; else none.
         not_in_halves: the reason why it may not be; "" if it may, or if nobody knows.
-        kinds: of each layer, where layers with equal weights compute differently: full and sliding attention.
+        kinds: kind of each layer, such as "full_attention" and "sliding_attention"; none if all are alike.
     """
 
     layers: tuple[str, ...] = ()

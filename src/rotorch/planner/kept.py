@@ -154,6 +154,8 @@ class KeptBytes:
                 outside -= self.traced.behind.of(self.rows, cut=self.cuts.outside)
             if last and self.by_units and any(unit.kind is UnitKind.REPLICATED for unit in self.model.after):
                 outside -= max((layer.given.of(self.rows) for layer in layers), default=0.0)  # the norm's output
+            if stage and part and part.start not in self._again_in(stage, part):  # for the gradient that it is to have
+                here += layers[self.model.pattern[part.start]].unsaved_input.of(self.rows, cut=self.cuts.stream)
             if not last:  # the output is kept until its gradient comes
                 here += max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in layers), default=0.0)
             if last and stages is not None:  # of each micro-batch; one's are counted where the loss is
@@ -223,12 +225,18 @@ class KeptBytes:
 
     def _of_part(self, stage: int, part: range) -> float:
         """The layers of a stage, or of the whole model."""
-        alike, others = part, part[:0]
+        alike = part
         if self.stages is not None and self.stages.recomputes_some:
-            alike = self.stages.recomputed(stage, part=part)
-            others = range(alike.stop, part.stop)
+            alike = self._again_in(stage, part)
+        others = range(alike.stop, part.stop)
         found = sum(count * self._of_layer(number) for number, count in self.model.counts_of(alike).items())
         return found + sum(count * self._all_kept(number) for number, count in self.model.counts_of(others).items())
+
+    def _again_in(self, stage: int, part: range) -> range:
+        """The layers of a stage that a rank computes again, of which it keeps the inputs: the first ones."""
+        if self.stages is not None and self.stages.recomputes_some:
+            return self.stages.recomputed(stage, part=part)
+        return part if self.again or self.by_units else part[:0]
 
     def _redone(self, rank: FixedMemory) -> Iterable[int]:
         """Classes of the layers that a rank computes again."""

@@ -222,22 +222,27 @@ class _Passes(KeptBytes):
     def _moments_of_own_stages(self, rank: FixedMemory, *, kept: float) -> Iterator[tuple[float, float]]:
         """Bytes of what is kept, and of all else, in layers' backward in a stage that nobody else holds.
 
-        The last layer's backward is the first one, and of layers that are computed again the last one's: then all
-        behind it is done.
+        Of each class of layers, also of those that are computed again, the last one's counts, when all behind it is
+        done.
         """
         assert self.stages is not None
         for stage in rank.stages:
             part, layers = self.parts[stage], self.traced.layers
-            again = part if self.again else part[:0]
-            if self.stages.recomputes_some:
-                again = self.stages.recomputed(stage, part=part)
+            again = self._again_in(stage, part)
             left = kept - (self.traced.behind.of(self.rows) if stage == self.stages.num_stages - 1 else 0.0)
-            for number in sorted({part.stop - 1, *([again.stop - 1] if again else [])}):
+            for number in sorted({*self._ends(again), *self._ends(range(again.stop, part.stop))}):
                 place = self.model.pattern[number]
                 behind = self.model.counts_of(range(max(number + 1, again.stop), part.stop))
                 done = sum(count * self._all_kept(n) for n, count in behind.items())
+                inputs = self.model.counts_of(range(number + 1, again.stop))
+                done += sum(count * layers[n].given.of(self.rows) for n, count in inputs.items())
                 own = layers[place].given.of(self.rows) if number in again else self._all_kept(place)
                 yield left - done, max(alive for _, alive in self._alive_in(place)) - own
+
+    def _ends(self, part: range) -> set[int]:
+        """The first and the last layer of each class among some layers, by number."""
+        first = {self.model.pattern[number]: number for number in reversed(part)}
+        return {*first.values(), *{self.model.pattern[number]: number for number in part}.values()}
 
     @property
     def has_whole_layers(self) -> bool:
@@ -249,7 +254,7 @@ class _Passes(KeptBytes):
     def _moments_of_whole_layers(
         self, rank: FixedMemory, *, kept: float, gradients: float, early: float
     ) -> Iterator[dict[str, float]]:
-        """The backward of what is behind the layers, of the last layer, and of the first one.
+        """The backward of what is behind the layers, and of the last and the first layer of each class.
 
         Args:
             rank: memory at rest.
@@ -275,7 +280,7 @@ class _Passes(KeptBytes):
             "activations": kept - self.traced.behind.of(rows, cut=cuts.outside),
             "temporaries": beside,
         }
-        for layer in {0, number - 1}:
+        for layer in self._ends(range(number)):
             saved = self._all_kept(pattern[layer])
             left = around + sum(each[place] for place in pattern[:layer])
             for made, alive in self._alive_in(pattern[layer]):

@@ -56,6 +56,7 @@ class TracedLayer:
         experts: of `interior`, what modules of experts keep (see [Note: experts]).
         repeated: of `experts`, what every slice keeps whole where experts are cut through their widths.
         second: of all that is kept, what the layer's second half keeps, where layers have halves.
+        unsaved_input: the layer's input if autograd does not keep it as it is, which a norm in float32 has no use for.
     """
 
     stream: PerRow
@@ -67,6 +68,7 @@ class TracedLayer:
     experts: PerRow = PerRow()
     repeated: PerRow = PerRow()
     second: PerRow = PerRow()
+    unsaved_input: PerRow = PerRow()
 
 
 @dataclass(frozen=True)

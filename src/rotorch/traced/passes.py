@@ -104,6 +104,7 @@ def trace_memory(
                 fits[f"{name} experts"],
                 PerRow(repeated[name]),
                 fits[f"{name} second"],
+                fits[f"{name} unsaved input"],
             )
             for name in names
         ),
@@ -320,6 +321,10 @@ class _Saved:
         self._columns = columns
         self._weights = {storage_key(p) for p in module.parameters()}
         self.layer = ""
+        self.given = 0
+        """Storage of this layer's input."""
+        self.saves_given: set[str] = set()
+        """Layers that save their input as it is."""
         self.is_behind = False
         """True once the last layer has run."""
         self.is_second = False
@@ -348,6 +353,8 @@ class _Saved:
         else:
             is_inside = self.unit is not None and key not in self.unit
             kind = f"{self.layer} {'attention' if self.attends else self.inside if is_inside else 'stream'}"
+        if self.layer and key == self.given:
+            self.saves_given.add(self.layer)
         if self.is_second and key not in self.held:
             self.second[key] = tensor, f"{self.layer} second"
         self.held.setdefault(key, (tensor, kind))
@@ -407,6 +414,9 @@ def _trace(
             kept = {f"{name} {kind}": float(saved.bytes_of(f"{name} {kind}")) for name in names for kind in _KINDS}
             kept["behind"] = float(saved.bytes_of("behind"))
             kept["outside"] = float(saved.bytes_of("outside")) + kept["behind"]
+            kept |= {
+                f"{name} unsaved input": given[f"{name} given"] * (name not in saved.saves_given) for name in names
+            }
             saved.held.clear()
             saved.second.clear()
             loss.backward()
@@ -507,7 +517,7 @@ def _named(
             saved.layer = name
             hidden = args[0] if args else kwargs["hidden_states"]
             saved.share(tensor for tensor in tensors_in((args, kwargs)) if tensor is not hidden)
-            given[f"{name} given"] = float(hidden.untyped_storage().nbytes())
+            given[f"{name} given"], saved.given = float(hidden.untyped_storage().nbytes()), storage_key(hidden)
 
         def ends(*_: Any, name: str = name) -> None:
             saved.layer, saved.is_behind, saved.is_second = "", name == names[-1], False

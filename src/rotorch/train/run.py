@@ -14,8 +14,8 @@ start                      once: in the launcher, or in every rank that torchrun
       reference.prepare_reference  of preference pairs: the first model's log-probabilities
       loggers.make_listeners   wandb, mlflow and callbacks, on the first rank; beside metrics.jsonl and events.jsonl
       loop.run_loop            step.train_step, loop.evaluate, checkpoint.save
-      sample.write_sample
       planned_peaks          the memory of passes, counted, beside what ranks took
+      sample.write_sample
       summarise              the last lines
 """
 
@@ -38,7 +38,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from rotorch.comm.collectives import all_reduce_max
+from rotorch.comm.collectives import all_reduce_max, any_rank
 from rotorch.core.errors import ConfigError, StoppedEarly
 from rotorch.core.phase_line import tell_phase
 from rotorch.core.precision import dtype_of_passes
@@ -62,9 +62,9 @@ from rotorch.train.checkpoint.saving import load_newest, package_versions
 from rotorch.train.checks.counted_memory import CountedRun
 from rotorch.train.checks.divergence import read_ahead
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
-from rotorch.train.checks.memory import process_bytes
+from rotorch.train.checks.memory import forget_peak
 from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
-from rotorch.train.checks.planned_peaks import PlannedPeaks, planned_peaks
+from rotorch.train.checks.planned_peaks import LEAST_S, PlannedPeaks, planned_peaks
 from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run
 from rotorch.train.checks.resuming import data_position
 from rotorch.train.data.batches import BYTES, all_windows, open_windows, prepare_corpus, prepare_sources
@@ -288,7 +288,7 @@ def _train(
     config = run.config
     board.doing(RankPhase.BUILDING)
     is_first = os.environ.get("RANK", "0") == "0"
-    before = 0 if _uses_cuda(config) else process_bytes()
+    before = None if _uses_cuda(config) else forget_peak()
     if is_first:
         tell_phase("building the model")
     running.state = state = build(run, store=store)
@@ -328,9 +328,11 @@ def _train(
             evals=evals,
             phase=phase,
         )
-        board.doing(RankPhase.REPORTING)
-        seconds = time.monotonic() - begun_s
-        planned = planned_peaks(run, model, peaks=end.peak_bytes, before=before, seconds=seconds)
+        planned = None
+        if not end.stopped and any_rank(time.monotonic() - begun_s >= LEAST_S, mesh=model.mesh):
+            board.doing(RankPhase.COUNTING)
+            phase("counting what a step takes")
+            planned = planned_peaks(run, model, peaks=end.peak_bytes, before=before)
         if events is not None:
             events.ended(
                 memory=asdict(end.tensors), peaks=end.peak_bytes, planned=None if planned is None else asdict(planned)

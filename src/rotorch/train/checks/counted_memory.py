@@ -15,6 +15,7 @@ from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.run_config import BatchSizes
 from rotorch.strategies import num_ranks
 from rotorch.traced.counted_memory import CountedPasses
+from rotorch.train.checks.capacity import rows_per_sample
 from rotorch.train.checks.preflight import CheckedRun, in_passes, micro_batch_of
 from rotorch.train.module import make_module
 
@@ -50,12 +51,13 @@ class CountedRun:
         if not run.spec.order.layers:
             raise ConfigError(f"{run.spec.name} does not say what its layers are")
         strategies, batch = in_passes(config, strategies), micro_batch_of(config)
+        ranks, local = num_ranks(strategies), int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
         found = self._passes.memory(
             strategies,
-            batch=replace(batch, num_rows=batch.num_rows // config.train.micro_batch * sizes.micro_batch),
+            batch=replace(batch, num_rows=rows_per_sample(config.data) * sizes.micro_batch),
             accumulation=sizes.accumulation,
             device=device_type(config.train.device),
-            per_host=int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks(strategies))),
+            per_host=ranks if local == run.num_ranks else local,  # one host has as many as there are
         )
         if config.optimizer.name == "adamw":  # which plans are made with
             return found

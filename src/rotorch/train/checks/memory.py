@@ -4,6 +4,10 @@
     Forked ranks share pages with each other (libraries, and weights in shared memory), and resident memory counts them
     in each. The peak here is the highest resident memory less the excess at the time of reading: resident
     minus proportional.
+
+[Note: since when]
+    The kernel's mark is that of the process's life, so it is set back before a model is built, where that is allowed;
+    torch's is set back when the training loop begins, so what loading took does not count.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +29,7 @@ from rotorch.parallel_model import ParallelModel
 
 _LOOK_EVERY_S = 10.0
 _MARKS = 100
+_RESETS_PEAK = "5"
 _ROLLUP = Path("/proc/self/smaps_rollup")
 
 
@@ -69,6 +75,8 @@ class PeakMeter:
     """The most memory that this rank took so far: of the GPU if it computes on one, else of the process."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         self._device = device
         self._excess_kib = 0
         self._looked_s = -math.inf
@@ -86,8 +94,10 @@ class PeakMeter:
         return (_kib_fields(Path("/proc/self/status")).get("VmHWM", 0) - self._excess_kib) * 1024
 
 
-def process_bytes() -> int:
-    """Bytes that this process has now, its part of shared pages included; 0 where the system does not tell."""
+def forget_peak() -> int:
+    """Sets the process's mark of memory back to what it has now, and returns that; 0 where the system does not tell."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text(_RESETS_PEAK)
     return _kib_fields(_ROLLUP).get("Pss", 0) * 1024
 
 

@@ -9,11 +9,11 @@
 [Note: what would fit]
     Changes are tried from the cheapest on: the same numbers in more passes, then a third more computation, then another
     layout, then more ranks. Where passes can be counted (`counted_memory.py`), which takes some host memory, the need
-    is what a step takes at its highest moment beyond what is alive, and a change saves as much as its own highest
-    moment is lower. Elsewhere the need is the failed allocation, and memory that will be allocated later: gradients,
-    and the optimizer's state before its first step; the Layouts' formulas give the savings at rest of other layouts,
-    and smaller micro-batches and recomputation save parts of the live activations. In a save no tensor of a batch is
-    alive, so only memory at rest counts, and the copy from which a background save writes.
+    is what a step takes at its highest moment beyond what is alive and what is left, and a change saves as much as its
+    own highest moment is lower. Elsewhere the need is the failed allocation, and memory that will be allocated later:
+    gradients, and the optimizer's state before its first step; the Layouts' formulas give the savings at rest of other
+    layouts, and smaller micro-batches and recomputation save parts of the live activations. In a save no tensor of a
+    batch is alive, so only memory at rest counts, and the copy from which a background save writes.
 """
 
 from __future__ import annotations
@@ -135,8 +135,11 @@ def explained_out_of_memory(share: Share) -> Iterator[Running]:
             alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(share.spec))
             where = _innermost_module(error.__traceback__, running.state)
             saving = _is_saving(error.__traceback__)
-            text = describe(alive, asked=asked, where="a save" if saving else where, device=_device(running.state))
-            text = f"{text}. {cheapest_change(share, alive, asked=asked, saving=saving)}"
+            device = _device(running.state)
+            left, whole = _left(device)
+            where = "a save" if saving else where
+            text = describe(alive, asked=asked, where=where, left=f"{format_bytes(left)} of {whole}")
+            text = f"{text}. {cheapest_change(share, alive, asked=asked, saving=saving, left=left)}"
         raise FinalFailure(text) from error
     finally:
         del reserve
@@ -230,22 +233,23 @@ def _is_saving(traceback: TracebackType | None) -> bool:
 # ---------------------------------------------------------------- what is said
 
 
-def describe(alive: Mapping[str, int], *, asked: int | None, where: str, device: torch.device) -> str:
+def describe(alive: Mapping[str, int], *, asked: int | None, where: str, left: str) -> str:
     """Says what asked for memory and what has it, as a sentence without its end."""
     parts = ", ".join(f"{category} {format_bytes(alive[category])}" for category in CATEGORIES)
     amount = format_bytes(asked) if asked is not None else "some"
     text = f"out of memory: {amount} more {'was' if asked is None else 'were'} asked for"
     text += f" by {where}" if where else ""
-    return f"{text}, and {_left(device)}. Alive in tensors: {parts}"
+    return f"{text}, and {left} are left. Alive in tensors: {parts}"
 
 
-def _left(device: torch.device) -> str:
+def _left(device: torch.device) -> tuple[int, str]:
+    """Bytes that a device could still give, and what of."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return f"{format_bytes(free)} of the GPU's {format_bytes(total)} are left"
+        return free, f"the GPU's {format_bytes(total)}"
     if (left := address_space_left_bytes()) is not None:
-        return f"{format_bytes(left)} of this process's address space (ulimit -v) are left"
-    return f"{format_bytes(available_bytes())} of this machine's memory are left"
+        return left, "this process's address space (ulimit -v)"
+    return available_bytes(), "this machine's memory"
 
 
 def _host_bytes_left() -> int:
@@ -268,34 +272,47 @@ class Change:
     saves_bytes: int
 
 
-def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int | None, saving: bool = False) -> str:
-    """Says what to write instead, as a sentence without its end (see [Note: what would fit])."""
+def cheapest_change(
+    share: Share, alive: Mapping[str, int], *, asked: int | None, saving: bool = False, left: int = 0
+) -> str:
+    """Says what to write instead, as a sentence without its end (see [Note: what would fit]).
+
+    Args:
+        share: of this rank.
+        alive: bytes of its tensors by category.
+        asked: bytes of the allocation that failed, if they are known.
+        saving: it failed in a save.
+        left: bytes that the device could still give.
+    """
     if share.peaks is not None and not saving and _host_bytes_left() >= _COUNTING_BYTES:
         with suppress(Exception):  # passes that cannot be counted
-            return _cheapest_counted(share, share.peaks, alive, asked=asked or 0)
+            return _cheapest_counted(share, share.peaks, alive, asked=asked or 0, left=left)
     ledger = share.predicted().ledger
     needed = (asked or 0) + sum(max(0, (ledger[name] or 0) - alive[name]) for name in (GRADIENTS, OPTIMIZER))
     found = changes(share, alive, asked=asked or 0, saving=saving)
     return _cheapest_of(found, needed=needed, missing=f"{format_bytes(needed)} are missing with what is to come")
 
 
-def _cheapest_counted(share: Share, peaks: Peaks, alive: Mapping[str, int], *, asked: int) -> str:
+def _cheapest_counted(share: Share, peaks: Peaks, alive: Mapping[str, int], *, asked: int, left: int) -> str:
     here = round(peaks(share.strategies, share.sizes)[share.rank])
-    needed = max(asked, here - sum(alive.values()))
-    missing = f"{format_bytes(needed)} are missing: a step takes {format_bytes(here)} at its highest moment"
+    to_come = max(asked, here - sum(alive.values()))
+    needed = to_come - left if to_come > left else to_come  # else what is left is in pieces, or not for this rank
+    missing = f"{format_bytes(needed)} are missing"
+    if here - sum(alive.values()) >= asked:
+        missing += f": a step takes {format_bytes(here)} at its highest moment"
     return _cheapest_of(counted_changes(share, peaks, here=here), needed=needed, missing=missing)
 
 
 def _cheapest_of(found: Iterator[Change], *, needed: int, missing: str) -> str:
     """Says which is the first of some changes that saves enough; `missing`: says how much that is."""
-    saving = [change for change in found if change.saves_bytes > 0]
+    useful = [change for change in found if change.saves_bytes > 0]
     missing = missing if needed else "How much is missing is not known"
-    if not saving:
+    if not useful:
         return f"{missing}, and no setting saves any: more memory is needed"
-    most = max(saving, key=lambda change: change.saves_bytes)
+    most = max(useful, key=lambda change: change.saves_bytes)
     if not needed:
         return f"{missing}. Most is saved by {most.write} (about {format_bytes(most.saves_bytes)} here)"
-    for change in saving:
+    for change in useful:
         if change.saves_bytes >= needed:
             return (
                 f"{missing}. Cheapest change that fits: {change.write} "
@@ -316,7 +333,7 @@ def counted_changes(share: Share, peaks: Peaks, *, here: float) -> Iterator[Chan
         here: the rank's highest moment as it is.
     """
     for other in _alternatives(share):
-        with suppress(ConfigError):
+        with suppress(Exception):  # one that cannot be counted says nothing of others
             found = peaks(other.strategies, other.sizes)
             # Another layout has other ranks, and has to fit on each.
             highest = max(found) if other.is_layout else found[share.rank]

@@ -1,9 +1,10 @@
 """Planned peaks of a run's ranks beside those that its ranks had: the last thing that a run says of its memory.
 
 [Note: what is measured]
-    A GPU's allocator tells the most that tensors took, which is what plans predict. Of a CPU rank the kernel knows the
-    process: what it took beyond what it had before there was a model, with gaps of the allocator, buffers of messages
-    and copies that saves make. So a process takes more than its tensors, by a share that falls with their size.
+    A GPU's allocator tells the most that tensors took since training began, which is what plans predict; windows of
+    symmetric memory are not its own. Of a CPU rank the kernel knows the process: what it took beyond what it had before
+    there was a model, with gaps of the allocator, buffers of messages, and what loading, evaluating and saving took. So
+    a process takes more than its tensors, by a share that falls with their size.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from rotorch.train.checks.memory import memory_of_ranks
 from rotorch.train.checks.preflight import CheckedRun
 
 LEAST_S = 20.0
-"""Passes of a loop that took less are not counted at its end, since that takes a second or more."""
+"""Passes of a loop that took less need not be counted at its end, since that takes a second or more."""
 
 
 @dataclass(frozen=True)
 class PlannedPeaks:
-    """Highest memory of ranks, as it is planned and as it was.
+    """Planned and measured peaks of memory.
 
     Attributes:
         planned_bytes: of tensors, by rank; none if passes cannot be counted.
-        measured_bytes: by rank (see [Note: what is measured]).
+        measured_bytes: by rank (see [Note: what is measured]); none where the system does not tell.
         on_gpus: ranks compute on GPUs.
         why_not: the reason if nothing is planned.
     """
@@ -42,32 +43,39 @@ class PlannedPeaks:
         if not self.planned_bytes:
             return f"not counted: {self.why_not}"
         planned = max(self.planned_bytes)
-        measured = self.measured_bytes[self.planned_bytes.index(planned)]
         text = f"{format_bytes(planned)} of tensors at the highest moment of a step"
+        if not self.measured_bytes:
+            return text
+        measured = self.measured_bytes[self.planned_bytes.index(planned)]
         if not self.on_gpus:
             return f"{text}; the process took {format_bytes(measured)} more than before there was a model"
         return f"{text}; measured {format_bytes(measured)} ({measured / planned - 1:+.1%})"
 
 
 def planned_peaks(
-    run: CheckedRun, model: ParallelModel, *, peaks: Sequence[int], before: int, seconds: float
+    run: CheckedRun, model: ParallelModel, *, peaks: Sequence[int], before: int | None
 ) -> PlannedPeaks | None:
-    """Counts the passes of a run that is over. All ranks; rank 0 has the result, if the loop was not short.
+    """Counts the passes of a run that has come to its end. All ranks; returns the result on rank 0, else None.
+
+    That may take some seconds.
 
     Args:
-        run: that has come to its end.
+        run: the run.
         model: of this rank.
         peaks: the most memory each rank took, by rank; 0 where the system does not tell.
-        before: bytes that this rank's process had when there was no model; 0 on a GPU.
-        seconds: of the loop.
+        before: bytes that this rank's process had when there was no model, 0 where the system does not tell; None on a
+            GPU.
     """
     rank = model.mesh.get_rank() if run.num_ranks > 1 else 0
-    measured = memory_of_ranks(model, {"peak": max(0, peaks[rank] - before)})["peak"]
-    if rank != 0 or seconds < LEAST_S or not all(peaks):
+    told = peaks[rank] > 0 and before != 0
+    measured = memory_of_ranks(model, {"peak": max(1, peaks[rank] - (before or 0)) if told else 0})["peak"]
+    if rank != 0:
         return None
     try:
         found, why_not = counted_ranks(run)
     except Exception as error:  # a run that has ended well does not fail here
         found, why_not = (), f"{type(error).__name__}: {error}"
     planned = tuple(round(memory.total_bytes) for memory in found if memory is not None)
-    return PlannedPeaks(planned, tuple(measured), device_type(run.config.train.device) == "cuda", why_not)
+    return PlannedPeaks(
+        planned, tuple(measured) if all(measured) else (), device_type(run.config.train.device) == "cuda", why_not
+    )

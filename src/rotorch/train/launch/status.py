@@ -45,6 +45,7 @@ class RankPhase(IntEnum):
     REPORTING = 11
     DONE = 12
     EXAMINING = 13
+    COUNTING = 14
 
     @property
     def text(self) -> str:
@@ -66,6 +67,7 @@ _TEXTS = {
     RankPhase.REPORTING: "reporting",
     RankPhase.DONE: "leaving",
     RankPhase.EXAMINING: "examining its numbers",
+    RankPhase.COUNTING: "counting what a step takes",
 }
 
 

@@ -12,9 +12,9 @@
 
 [Note: what may take long]
     Only the steps of a run always make progress. Building a model, and reading or writing a checkpoint, may take
-    longer than a message should, without any change of status; so may torch.compile in the first step,
-    the first evaluation, and with new shapes or hooks. There only the timeouts of the process group find a hang, or the
-    watchdog a stopped rank.
+    longer than a message should, without any change of status; so may counting what a step takes, when a run has
+    ended, and torch.compile in the first step, the first evaluation, and with new shapes or hooks. There only the
+    timeouts of the process group find a hang, or the watchdog a stopped rank.
 """
 
 from __future__ import annotations
