@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mutant_changes import Mutant, OnceSurvived, sample, subjects
-from mutant_page import Outcome, page
+from mutant_page import Outcome, is_equivalent, page
 from mutant_runs import Report, Request, Run, copy_tree, merged, preload
 from mutant_tests import Baseline, candidates
 from rich.console import Console
@@ -150,14 +150,19 @@ class Sample:
         return outcome
 
     def _read_results(self, *, older: bool) -> dict[str, Outcome]:
-        """Mutants that tests noticed while the file was as it is, and survivors of this very state."""
+        """Mutants that tests noticed while the file was as it is, or that are equivalent; survivors of this very state.
+
+        To find that no test notices an equivalent one takes every test file there is, each with the lines it reaches.
+        """
+        equivalent = {key for key, why in reasons().items() if is_equivalent(why)}
         drawn = {mutant.key: mutant for mutant in self.mutants}
         known = {}
         for fields in _lines_of(self._outcomes):
             outcome = Outcome(**fields)
             if outcome.key in drawn:
                 same = outcome.file_digest == _digest(self.texts[outcome.path])
-                if older or outcome.state == self.state or (outcome.is_killed and same):
+                stands = outcome.is_killed or outcome.key in equivalent
+                if older or outcome.state == self.state or (stands and same):
                     known[outcome.key] = outcome
         return known
 

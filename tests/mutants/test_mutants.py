@@ -4,7 +4,7 @@ import ast
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import make_mutants
 import pytest
@@ -221,6 +221,19 @@ def test_the_test_that_noticed_a_mutant_before_is_asked_first(tmp_path, monkeypa
     with pytest.raises(StopIteration) as ended:
         step.send(Report(1, {}, [by], by, {}, ""))
     assert (ended.value.value.verdict, ended.value.value.by) == ("killed", by)
+
+
+@pytest.mark.parametrize(("why", "known"), [("Equivalent: nobody reads it", True), ("No test for it yet", False)])
+def test_an_equivalent_mutant_is_not_run_again_while_its_file_is_as_it_was(tmp_path, monkeypatch, why, known):
+    outcomes, drawn = tmp_path / "outcomes.jsonl", {"count": 1, "seed": 0, "older": False, "levels": 5}
+    sample = Sample(outcomes, **drawn)
+    (mutant,) = sample.mutants
+    monkeypatch.setattr(make_mutants, "reasons", lambda: {mutant.key: why})
+    of_file = {"file_digest": make_mutants._digest(sample.texts[mutant.path]), "state": "other", "commit": ""}
+    survived = Outcome(mutant.key, mutant.path, 1, "", "", "", "survived", "", 1, [], **of_file)
+    for outcome, still in ((survived, known), (replace(survived, file_digest="other"), False)):
+        outcomes.write_text(json.dumps(asdict(outcome)) + "\n")
+        assert bool(Sample(outcomes, **drawn).known) is still
 
 
 def test_tests_that_reach_a_line_are_asked_and_the_quickest_first():
