@@ -23,11 +23,11 @@ def peak_of(task, layout, steps=1):
     return min(found)
 
 
-def planned(config, *, rows, tokens, precision="float32", **more):
-    """A planner's task: a step of so many rows of all ranks together."""
+def planned(config, *, rows, tokens, precision="float32", features=False, **more):
+    """A planner's task: a step of so many rows of all ranks together; `features`: for grids that cut them."""
     cluster = load_cluster("cpu2")
     with on_meta():
-        spec = describe(causal_lm(config)).with_copies(copies_itemsize(precision))
+        spec = describe(causal_lm(config), features=features).with_copies(copies_itemsize(precision))
     return Task(
         spec=spec,
         traced=trace_memory(config, fold(spec), tokens=tokens, precision=precision),

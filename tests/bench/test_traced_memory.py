@@ -252,6 +252,7 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
         "ddp=2",
         "rtp=2",
         "megatron=2",
+        "tesseract=1x1x2",  # whose messages of gradients are as large as all layers together
         *(
             pytest.param(text, marks=pytest.mark.slow)
             for text in ("single", "fsdp=2", "ddp=2[recompute=block]", "fsdp=2[recompute=block]")
@@ -274,9 +275,9 @@ def test_predicted_peaks_within_layers_are_those_of_a_real_step(layout):
         sequence_length=128,
     )
     measured = max(run_ranks(peak_of, task, layout, 3, num_ranks=num_ranks(strategies)))
-    asked = planned(config, rows=8 * num_batches, tokens=128)
+    asked = planned(config, rows=8 * num_batches, tokens=128, features=any(s.feature_axes for s in strategies))
     predicted = judged(asked, layout, rows=8, accumulation=1).memory
-    assert predicted.by_category["logits"] == 0
+    assert predicted.by_category["logits"] == 0 or layout.startswith("tesseract")
     assert predicted.total_bytes == pytest.approx(measured, rel=0.005)
 
 

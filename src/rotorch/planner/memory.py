@@ -27,6 +27,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from rotorch.core.messages import SUM_CHUNK_BYTES
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.planner.kept import KeptBytes
@@ -88,8 +89,10 @@ def peaks(
         held: the model as the innermost strategy holds it, with one layer per class; given if its buffers grow with the
             batch.
     """
-    spec = held.spec if held is not None else None
-    slots = strategies[-1].layout_of(spec, batch=batch).slots_bytes if spec is not None else 0
+    slots, inner = 0, strategies[-1]
+    if held is not None:  # gradients of small layers are summed side by side, up to a limit
+        spec = held.with_layers_of(SUM_CHUNK_BYTES * inner.num_ranks)
+        slots = inner.layout_of(spec, batch=batch).slots_bytes
     shared_by = sequence_ranks(strategies)
     own = own_tokens(batch, num_ranks=shared_by.num_ranks)
     keys, attending = (

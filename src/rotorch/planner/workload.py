@@ -160,6 +160,16 @@ class FoldedModel:
         classes = tuple(replace(layer, count=pattern.count(number)) for number, layer in enumerate(held.classes))
         return replace(held, classes=classes, pattern=pattern)
 
+    def with_layers_of(self, num_bytes: int) -> ModelSpec:
+        """Returns the specification with each class's layer as often as it has that many bytes, or as there are."""
+
+        def repeated(layer: LayerClass) -> tuple[Unit, ...]:
+            of_one = sum(weight.num_bytes for unit in layer.units for weight in unit.weights)
+            return layer.units * max(1, min(layer.count, -(-num_bytes // max(1, of_one))))
+
+        units = (*self.before, *(unit for layer in self.classes for unit in repeated(layer)), *self.after)
+        return replace(self.spec, units=units)
+
     @property
     def num_layers(self) -> int:
         return len(self.pattern)
