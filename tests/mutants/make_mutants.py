@@ -152,7 +152,7 @@ class Sample:
     def _read_results(self, *, older: bool) -> dict[str, Outcome]:
         """Mutants that tests noticed while the file was as it is, or that are equivalent; survivors of this very state.
 
-        To find that no test notices an equivalent one takes every test file there is, each with the lines it reaches.
+        Confirming an equivalent one runs every test file. A reason may rest on other files, which are not compared.
         """
         equivalent = {key for key, why in reasons().items() if is_equivalent(why)}
         drawn = {mutant.key: mutant for mutant in self.mutants}

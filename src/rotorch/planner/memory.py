@@ -207,16 +207,18 @@ class _Passes(KeptBytes):
         ranks = math.prod(strategy.num_ranks for strategy in (*self.sharing, self.inner))
         return own + sum(weight.num_bytes for weight in tables) / ranks
 
-    def _alive_in(self, number: int) -> Iterator[tuple[float, float]]:
+    def _alive_in(self, number: int, *, again: bool) -> Iterator[tuple[float, float]]:
         """Share of a layer's gradients that are made, and bytes of the layer, at each moment of its backward.
 
         These are its output's gradient, and all that it keeps, also where it was computed again for this.
 
         Args:
             number: of the layer's class.
+            again: the layer is computed again, so its input is there whoever has a use for it.
         """
         layer = self.traced.layers[number]
         there = self._all_kept(number) + layer.given.of(self.rows, cut=self.cuts.stream)
+        there += layer.unsaved_input.of(self.rows, cut=self.cuts.stream) if again else 0.0
         for point in layer.backward:
             # Gradients of slices are added where they travel.
             made = 0.0 if self.ring is not None else point.constant_bytes
@@ -240,7 +242,7 @@ class _Passes(KeptBytes):
                 inputs = self.model.counts_of(range(number + 1, again.stop))
                 done += sum(count * layers[n].given.of(self.rows) for n, count in inputs.items())
                 own = layers[place].given.of(self.rows) if number in again else self._all_kept(place)
-                yield left - done, max(alive for _, alive in self._alive_in(place)) - own
+                yield left - done, max(alive for _, alive in self._alive_in(place, again=number in again)) - own
 
     def _ends(self, part: range) -> set[int]:
         """The first and the last layer of each class among some layers, by number."""
@@ -286,7 +288,7 @@ class _Passes(KeptBytes):
         for layer in self._ends(range(number)):
             saved = self._all_kept(pattern[layer])
             left = around + sum(each[place] for place in pattern[:layer])
-            for made, alive in self._alive_in(pattern[layer]):
+            for made, alive in self._alive_in(pattern[layer], again=self.again):
                 yield {
                     "gradients": early or behind + own * (number - 1 - layer + made),
                     "activations": left + min(alive, saved),
@@ -324,7 +326,7 @@ class _Passes(KeptBytes):
             gathered += whole.message if done else 0.0  # what the layer behind has sent
             left = around + of_layers * (number - done - 1) / number
             for place, saved in enumerate(each):
-                for made, alive in self._alive_in(place):
+                for made, alive in self._alive_in(place, again=self.again):
                     yield {
                         "gradients": early or own * done / number,
                         "gathered": gathered + made * whole.gradient,

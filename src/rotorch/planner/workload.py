@@ -161,7 +161,10 @@ class FoldedModel:
         return replace(held, classes=classes, pattern=pattern)
 
     def with_layers_of(self, num_bytes: int) -> ModelSpec:
-        """Returns the specification with each class's layer as often as it has that many bytes, or as there are."""
+        """Returns the specification with each class's layer as often as makes so many bytes, or as the model has it.
+
+        Its units have the same names: it is good for sums over units.
+        """
 
         def repeated(layer: LayerClass) -> tuple[Unit, ...]:
             of_one = sum(weight.num_bytes for unit in layer.units for weight in unit.weights)

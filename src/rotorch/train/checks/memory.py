@@ -95,10 +95,11 @@ class PeakMeter:
 
 
 def forget_peak() -> int:
-    """Sets the process's mark of memory back to what it has now, and returns that; 0 where the system does not tell."""
+    """Sets the process's mark of memory back to what it has now, and returns that; 0 where the system does not."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_RESETS_PEAK)
-    return _kib_fields(_ROLLUP).get("Pss", 0) * 1024
+        return _kib_fields(_ROLLUP).get("Pss", 0) * 1024
+    return 0
 
 
 def _kib_fields(path: Path) -> dict[str, int]:

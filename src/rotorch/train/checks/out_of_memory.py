@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -136,10 +137,10 @@ def explained_out_of_memory(share: Share) -> Iterator[Running]:
             where = _innermost_module(error.__traceback__, running.state)
             saving = _is_saving(error.__traceback__)
             device = _device(running.state)
-            left, whole = _left(device)
+            left, whole, sharers = _left(device, share)
             where = "a save" if saving else where
             text = describe(alive, asked=asked, where=where, left=f"{format_bytes(left)} of {whole}")
-            text = f"{text}. {cheapest_change(share, alive, asked=asked, saving=saving, left=left)}"
+            text = f"{text}. {cheapest_change(share, alive, asked=asked, saving=saving, left=left // sharers)}"
         raise FinalFailure(text) from error
     finally:
         del reserve
@@ -242,14 +243,15 @@ def describe(alive: Mapping[str, int], *, asked: int | None, where: str, left: s
     return f"{text}, and {left} are left. Alive in tensors: {parts}"
 
 
-def _left(device: torch.device) -> tuple[int, str]:
-    """Bytes that a device could still give, and what of."""
+def _left(device: torch.device, share: Share) -> tuple[int, str, int]:
+    """Free bytes, the memory they belong to, and the number of ranks that share it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return free, f"the GPU's {format_bytes(total)}"
+        return free, f"the GPU's {format_bytes(total)}", 1
     if (left := address_space_left_bytes()) is not None:
-        return left, "this process's address space (ulimit -v)"
-    return available_bytes(), "this machine's memory"
+        return left, "this process's address space (ulimit -v)", 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks(share.strategies)))
+    return available_bytes(), "this machine's memory", here
 
 
 def _host_bytes_left() -> int:
@@ -282,7 +284,7 @@ def cheapest_change(
         alive: bytes of its tensors by category.
         asked: bytes of the allocation that failed, if they are known.
         saving: it failed in a save.
-        left: bytes that the device could still give.
+        left: bytes that there still are for this rank.
     """
     if share.peaks is not None and not saving and _host_bytes_left() >= _COUNTING_BYTES:
         with suppress(Exception):  # passes that cannot be counted

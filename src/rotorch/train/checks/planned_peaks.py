@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from rotorch.core.quantities import format_bytes
 from rotorch.mesh import device_type
 from rotorch.parallel_model import ParallelModel
+from rotorch.planner.memory import Memory
 from rotorch.train.checks.counted_memory import counted_ranks
 from rotorch.train.checks.memory import memory_of_ranks
 from rotorch.train.checks.preflight import CheckedRun
@@ -67,14 +68,18 @@ def planned_peaks(
             GPU.
     """
     rank = model.mesh.get_rank() if run.num_ranks > 1 else 0
+    found: Sequence[Memory | None]
+    found, why_not = (), ""
+    try:
+        if rank == 0:
+            found, why_not = counted_ranks(run)
+    except Exception as error:  # a run that has ended well does not fail here
+        why_not = f"{type(error).__name__}: {error}"
     told = peaks[rank] > 0 and before != 0
+    # Behind it: the others wait here, where nobody takes that for a hang.
     measured = memory_of_ranks(model, {"peak": max(1, peaks[rank] - (before or 0)) if told else 0})["peak"]
     if rank != 0:
         return None
-    try:
-        found, why_not = counted_ranks(run)
-    except Exception as error:  # a run that has ended well does not fail here
-        found, why_not = (), f"{type(error).__name__}: {error}"
     planned = tuple(round(memory.total_bytes) for memory in found if memory is not None)
     return PlannedPeaks(
         planned, tuple(measured) if all(measured) else (), device_type(run.config.train.device) == "cuda", why_not
