@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from rotorch.core.errors import ConfigError
 from rotorch.ops import slice_linear
 from rotorch.ops.rotate import rotate_module
+from rotorch.ops.running_sum import OutputSum
 from rotorch.ops.slice_linear import Layer, SliceLinears
 from rotorch.testing.ranks import run_ranks
 
@@ -194,6 +195,32 @@ def test_one_function_gives_the_bits_of_several(rotating):
     apart, together = (run_ranks(bits, rotating, each, num_ranks=2) for each in (False, True))
     for before, after in zip(apart, together, strict=True):
         assert all(map(torch.equal, before, after))
+
+
+def adds_to_the_sum(make, by_itself):
+    """For each product without a bias: it was added to the sum of the slices' outputs, not made on its own."""
+    rotating, added, product = attention_of(make), [], OutputSum.product
+    linears = SliceLinears(rotating.unit, [])
+
+    def noted(self, *given):
+        found = product(self, *given)
+        added.append(found is not None)
+        return found
+
+    def on_slice(weights, inputs):
+        with linears.running(weights):
+            return attention(lambda number, x: linears(LAYERS[number], x, by_itself=by_itself))(*inputs)
+
+    with mock.patch.object(OutputSum, "product", noted):
+        rotating.step(lambda: rotate_module(rotating.unit, on_slice, inputs_of(0, 0)).sum())
+    return added
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_the_product_that_a_slice_returns_adds_to_the_sum(by_itself, rotating):
+    """From the second slice on, unless the layer's outputs are no sum."""
+    for added in run_ranks(adds_to_the_sum, rotating, by_itself, num_ranks=2):
+        assert added == [False, False, False, False, False, not by_itself]  # K, V and OUT, twice
 
 
 def raises_halfway(make):
