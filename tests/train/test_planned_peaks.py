@@ -28,7 +28,7 @@ def ended(run_directory):
     return next(event for event in map(json.loads, lines) if event["event"] == "ended")
 
 
-MARKS = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system sets no mark back")
+MARKS = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel sets no mark back here")
 
 
 @MARKS

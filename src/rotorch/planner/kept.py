@@ -225,11 +225,9 @@ class KeptBytes:
 
     def _of_part(self, stage: int, part: range) -> float:
         """The layers of a stage, or of the whole model."""
-        alike = part
-        if self.stages is not None and self.stages.recomputes_some:
-            alike = self._again_in(stage, part)
-        others = range(alike.stop, part.stop)
-        found = sum(count * self._of_layer(number) for number, count in self.model.counts_of(alike).items())
+        again = self._again_in(stage, part)
+        others = range(again.stop, part.stop)
+        found = sum(count * self._of_layer(number) for number, count in self.model.counts_of(again).items())
         return found + sum(count * self._all_kept(number) for number, count in self.model.counts_of(others).items())
 
     def _again_in(self, stage: int, part: range) -> range:
@@ -242,7 +240,7 @@ class KeptBytes:
         """Classes of the layers that a rank computes again."""
         if self.stages is None or not self.stages.recomputes_some:
             return range(len(self.traced.layers)) if self.again else ()
-        again = (self.stages.recomputed(stage, part=self.parts[stage]) for stage in rank.stages)
+        again = (self._again_in(stage, self.parts[stage]) for stage in rank.stages)
         return {number for part in again for number in self.model.counts_of(part)}
 
     def _whole(self, number: int) -> float:

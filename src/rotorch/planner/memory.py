@@ -227,8 +227,8 @@ class _Passes(KeptBytes):
     def _moments_of_own_stages(self, rank: FixedMemory, *, kept: float) -> Iterator[tuple[float, float]]:
         """Bytes of what is kept, and of all else, in layers' backward in a stage that nobody else holds.
 
-        Of each class of layers, also of those that are computed again, the last one's counts, when all behind it is
-        done.
+        Of each class of layers, also of those that are computed again, the first and the last one's count, when all
+        behind it is done.
         """
         assert self.stages is not None
         for stage in rank.stages:

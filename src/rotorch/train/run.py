@@ -334,9 +334,7 @@ def _train(
             phase("counting what a step takes")
             planned = planned_peaks(run, model, peaks=end.peak_bytes, before=before)
         if events is not None:
-            events.ended(
-                memory=asdict(end.tensors), peaks=end.peak_bytes, planned=None if planned is None else asdict(planned)
-            )
+            events.ended(memory=asdict(end.tensors), peaks=end.peak_bytes, planned=asdict(planned) if planned else None)
     text = ""
     if config.sample.length and not end.stopped:
         board.doing(RankPhase.SAMPLING)
@@ -349,7 +347,7 @@ def _train(
         )
     board.doing(RankPhase.REPORTING)
     numbers = summarise(run, state, end=end, sample=text)
-    numbers["planned"] = None if planned is None else asdict(planned)
+    numbers["planned"] = asdict(planned) if planned else None
     numbers["sources"] = _shares(run, state, windows)
     if state.rank == 0:
         _print_summary(run, numbers, end=end, planned=planned)
