@@ -137,7 +137,7 @@ def _values(entry: Mapping[str, Any]) -> str:
     if "anyOf" in entry:
         return " or ".join(_values(part) for part in entry["anyOf"] if part.get("type") != "null")
     if "enum" in entry:
-        return ", ".join(f"`{value}`" for value in entry["enum"])
+        return ", ".join(f"`{json.dumps(v) if isinstance(v, bool) else v}`" for v in entry["enum"])
     if "$ref" in entry:
         name = entry["$ref"].rpartition("/")[2]
         return f"tables `{next(_title(cls) for cls in _section_classes() if cls.__name__ == name)}`"

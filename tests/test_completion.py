@@ -14,7 +14,7 @@ from rotorch.run_config import RunConfig
         ("optimizer.n", ["optimizer.name=adamw"]),
         ("train.prec", ["train.precision=float32", "train.precision=bfloat16", "train.precision=autocast_bfloat16"]),
         ("train.precision=b", ["train.precision=bfloat16"]),
-        ("train.compile=", ["train.compile=true", "train.compile=false"]),
+        ("train.compile=", ["train.compile=false", "train.compile=true", "train.compile=reduce-overhead"]),
         ("train.eval_", ["train.eval_every=", "train.eval_windows="]),
         ("train.st", ["train.steps="]),
         ("op", [f"optimizer.{name}=" for name in ("name", "arguments", "lr", "betas", "eps")]),

@@ -32,6 +32,7 @@ from rotorch.hold.unused_weights import UnusedWeights
 from rotorch.mesh import batch_position, position_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.checks import refuse_float16
+from rotorch.models.compiled import begin_recorded
 from rotorch.models.hf import head_weights
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
@@ -84,6 +85,7 @@ class ParallelModel:
         num_token_ranks: number of these chunks.
         written_buffers: buffers that the model writes in forward.
         hooks: hooks of users on parameters.
+        recorded: passes are recorded as CUDA graphs, where there is CUDA.
         in_pass: True if the module has what a pass computes with, and not its parameters at rest.
     """
 
@@ -100,6 +102,7 @@ class ParallelModel:
         autocast_dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
         sequence: SharedSequence | None = None,
+        recorded: bool = False,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -112,6 +115,7 @@ class ParallelModel:
         self.written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
         self._param_dtype = param_dtype
+        self.recorded = recorded
         if param_dtype is not None:
             module.register_forward_pre_hook(self._convert_inputs, with_kwargs=True)
         self._status = StatusWord()
@@ -349,6 +353,7 @@ class ParallelModel:
         self.meet(ModelCall.PREDICTION)  # weights are as the optimizer left them
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._sharded.start()
+            self.begin_recorded()
             (output,) = self._sharded.forward(callee, [batch], real_outputs)
         self._end_pass()  # and may change again
         return output
@@ -363,6 +368,7 @@ class ParallelModel:
         self.meet(ModelCall.NEXT_TOKEN)  # weights are as the optimizer left them
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._sharded.start()
+            self.begin_recorded()
             (logits,) = self._sharded.forward(callee, [{"input_ids": input_ids}], last_logits)
         self._end_pass()  # and may change again
         return logits.float()
@@ -395,6 +401,7 @@ class ParallelModel:
 
         def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
             part = micro_batch if self._sequence is None else self._sequence.take(micro_batch)
+            self.begin_recorded()
             with self.forward_pass():
                 found: Any = loss(callee, part, num_targets)
                 if isinstance(found, tuple):
@@ -405,6 +412,11 @@ class ParallelModel:
             return result
 
         return loss_of
+
+    def begin_recorded(self) -> None:
+        """Called where no backward of an earlier forward is to come: see `models/compiled.py`."""
+        if self.recorded:
+            begin_recorded()
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

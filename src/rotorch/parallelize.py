@@ -16,6 +16,7 @@ from torch import nn
 
 from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_shared_reduces
+from rotorch.core.compiling import RECORDED, Compile
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -69,7 +70,7 @@ def parallelize(
     loss: LossFn | None = None,
     autocast_dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
-    compile: bool = False,
+    compile: Compile = False,
 ) -> ParallelModel:
     """Spreads `module` over the ranks of this job. All ranks call it, with the same arguments.
 
@@ -93,7 +94,9 @@ def parallelize(
             operations that the model's own code runs in float32, and floating-point inputs are converted to it. Weights
             at rest, gradients and their sums keep the module's own dtype.
         compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
-            a kind. The first step takes long.
+            a kind. The first step takes long. "reduce-overhead", of rtp on GPUs with shapes that stay: each visit's
+            pass is recorded as a CUDA graph, too, and is one launch from the third micro-batch on. On CPU nothing is
+            recorded. No GPU has run this yet.
 
     On CPU, the process keeps freed memory from now on (`process/host_memory.py`), unless its allocator is set up by
     environment variables, and the threads that carry gloo's messages yield to computation
@@ -109,9 +112,9 @@ def parallelize(
     if param_dtype is not None:
         _check_param_dtype(param_dtype, autocast_dtype=autocast_dtype)
     if compile:
-        check_compiled(strategies)
+        check_compiled(strategies, recorded=compile == RECORDED)
     if cuts_context(strategies):
-        _check_context(module, strategies, compile=compile)
+        _check_context(module, strategies, compile=bool(compile))
     refuse_wrapped(module)
     if any(strategy.cuts_weights for strategy in strategies):
         refuse_layerdrop(module)
@@ -216,6 +219,7 @@ def parallelize(
         autocast_dtype=autocast_dtype,
         param_dtype=param_dtype,
         sequence=sequence,
+        recorded=compile == RECORDED,
     )
     mark_left(before, module)
     again = functools.partial(
@@ -228,7 +232,7 @@ def parallelize(
         param_dtype=param_dtype,
         compile=compile,
     )
-    made = make_parallel(module, model, origin=Origin(changes, again), compiled=compile)
+    made = make_parallel(module, model, origin=Origin(changes, again), compiled=bool(compile))
     changes.note(without_cache=without_cache)
     return made
 

@@ -32,6 +32,7 @@ from pydantic import (
     field_validator,
 )
 
+from rotorch.core.compiling import CompileField
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.precision import PrecisionField
 from rotorch.core.small_files import read_small
@@ -95,7 +96,7 @@ class TrainSection(Section):
         seed: of initial weights, order of the data and the sample.
         precision: "float32"; "bfloat16": passes compute with copies of the weights in it, so that activations have it;
             or "autocast_bfloat16". Weights at rest, gradients and the optimizer's state stay float32.
-        compile: run blocks by torch.compile; the first step takes long.
+        compile: run blocks by torch.compile ("reduce-overhead": with rtp's CUDA graphs); the first step takes long.
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
         eval_windows: samples per evaluation, of the held-out text and of each text of `eval`.
@@ -132,7 +133,7 @@ class TrainSection(Section):
     global_batch: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] | None = None
     seed: Annotated[NonNegativeInt, Field(le=_MOST_SEED)] = 0
     precision: PrecisionField = "float32"
-    compile: bool = False
+    compile: CompileField = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0
     eval_windows: PositiveInt = 128

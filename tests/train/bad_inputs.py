@@ -143,8 +143,9 @@ CASES = [
     *overrides(
         "Types and ranges",
         {
-            "train.compile='\"yes\"'": "Write true or false",
-            "train.compile=1": "Write true or false",
+            "train.compile='\"yes\"'": 'write true, false or "reduce-overhead"',
+            "train.compile=1": 'write true, false or "reduce-overhead"',
+            "train.compile=reduce-overhead parallel.layout=fsdp=2": "compile = 'reduce-overhead': fsdp=2: its passes",
             "train.async_save=on": "Write true or false",
             "data.pack=0": "Write true or false",
             "train.precision=fp16": "'float32', 'bfloat16' or 'autocast_bfloat16'",

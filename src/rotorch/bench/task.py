@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotorch.core.compiling import Compile
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision, dtype_of_passes
 from rotorch.core.strategy import Strategy
@@ -59,7 +60,7 @@ class Task:
     sequence_length: int
     seed: int = 0
     precision: Precision = "float32"
-    compile: bool = False
+    compile: Compile = False
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     device: str = "cpu"
     own_loop: bool = False

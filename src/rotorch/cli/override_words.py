@@ -67,10 +67,10 @@ def key_values(model: type[BaseModel], *, prefix: str = "") -> dict[str, tuple[s
         if sections:
             found |= key_values(sections[0], prefix=f"{prefix}{name}.") if Ellipsis not in annotations else {}
             continue
-        words = tuple(str(word) for t in annotations if get_origin(t) is Literal for word in get_args(t))
-        if field.annotation is bool:
-            words = ("true", "false")
-        elif not words and isinstance(field.default, int | float | str) and field.default != "":
+        given = [word for t in annotations if get_origin(t) is Literal for word in get_args(t)]
+        given = [True, False] if field.annotation is bool else given
+        words = tuple(str(word).lower() if isinstance(word, bool) else str(word) for word in given)
+        if not words and isinstance(field.default, int | float | str) and field.default != "":
             words = (str(field.default),)
         found[f"{prefix}{name}"] = words
     return found

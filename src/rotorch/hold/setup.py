@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch.core.compiling import Compile
 from rotorch.core.spec import ModelSpec
 from rotorch.hold.gathered_layers import shared_in_rows
 from rotorch.hold.sharded_model import ShardedModel
@@ -30,7 +31,7 @@ class Setup:
         mesh: the axes of this strategy.
         device: of this rank.
         sites: by name, where the module looks for each weight.
-        compiled: run blocks by torch.compile.
+        compiled: run blocks by torch.compile, and perhaps record them.
         param_dtype: of the weights that passes compute with; None: that of the weights at rest. Leaves that `shards`
             makes have it; what a strategy puts into the module in their place, it converts itself.
         inner: the sharded model of the strategy inside of this one, if there is one.
@@ -48,7 +49,7 @@ class Setup:
     mesh: DeviceMesh
     device: torch.device
     sites: Mapping[str, tuple[Site, ...]]
-    compiled: bool = False
+    compiled: Compile = False
     param_dtype: torch.dtype | None = None
     inner: ShardedModel | None = None
     inside: DeviceMesh | None = None

@@ -1,4 +1,12 @@
-"""Forwards by torch.compile: one graph for all modules of a class, so for all blocks, and for all slices of a block."""
+"""Forwards by torch.compile: one graph for all modules of a class, so for all blocks, and for all slices of a block.
+
+[Note: CUDA graphs]
+    With `"reduce-overhead"` torch also records what a compiled forward and its backward launch (`torch._inductor`'s
+    CUDA graph trees), and replays it where the same forwards run in the same order, on weights at the same addresses: a
+    launch for each visit, in place of one for each operator. So a ring takes its slots in the same order in every step.
+    What a graph returns is overwritten by the next micro-batch: outputs and gradients of a unit leave it in memory of
+    their own (`ops/rotate.py`), and a model says where a micro-batch begins (`begin_recorded`). No GPU has run it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotorch.core.compiling import RECORDED, Compile
 from rotorch.core.errors import ConfigError
 from rotorch.models.blocks import repeated_blocks
+
+
+def begin_recorded() -> None:
+    """Called before each micro-batch whose forwards are recorded: graphs may use the last one's memory again."""
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 def check_compiler(device_type: str) -> None:
@@ -35,10 +49,10 @@ def compile_blocks(module: nn.Module) -> None:
     if not blocks:
         raise ConfigError(f"compile: {type(module).__name__} has no nn.ModuleList of blocks. Leave compile out")
     for block in blocks:
-        block.forward = compiled_forward(block)  # type: ignore[method-assign]
+        block.forward = compiled_forward(block, True)  # type: ignore[method-assign]
 
 
-def compiled_forward(module: nn.Module) -> Callable[..., Any]:
+def compiled_forward(module: nn.Module, compile: Compile) -> Callable[..., Any]:
     """Returns the module's forward, compiled at its first call for the shapes that come.
 
     Weights are inputs of the graph, so modules of one class share it, and so do weights that are put into one module
@@ -46,10 +60,14 @@ def compiled_forward(module: nn.Module) -> Callable[..., Any]:
     """
     own = type(module).forward
     if getattr(module.forward, "__func__", None) is not own:  # somebody gave this one a forward of its own
-        return torch.compile(module.forward, dynamic=False)
-    return functools.partial(_of_class(own), module)
+        return torch.compile(module.forward, dynamic=False, mode=_mode(compile))
+    return functools.partial(_of_class(own, _mode(compile)), module)
 
 
 @functools.cache
-def _of_class(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(forward, dynamic=False)
+def _of_class(forward: Callable[..., Any], mode: str | None) -> Callable[..., Any]:
+    return torch.compile(forward, dynamic=False, mode=mode)
+
+
+def _mode(compile: Compile) -> str | None:
+    return RECORDED if compile == RECORDED else None

@@ -13,12 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.core.compiling import Compile
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range, Unit
 from rotorch.models.compiled import compiled_forward
 from rotorch.models.trial.sums import is_linear_in_rows, passes_biases_on
 from rotorch.ops.multihead import multihead_on_slice
 from rotorch.ops.random_state import seed_generators
+from rotorch.ops.sliced_cache import is_cache
 from rotorch.shard.sites import Site
 
 RunOnSlice = Callable[[Sequence[Tensor] | None, Sequence[Any]], list[Tensor]]
@@ -80,7 +82,7 @@ class PartialModule:
         sites: places of each of its weights.
         once: by name, the biases that are added once, as they are during a pass.
         proven: True if outputs of slices are known to add up; else the first pass tries.
-        compiled: run its forward by torch.compile.
+        compiled: run its forward by torch.compile, but where it is given a cache, which is longer in every call.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class PartialModule:
         sites: Mapping[str, tuple[Site, ...]],
         once: Callable[[str], Tensor],
         proven: bool,
-        compiled: bool,
+        compiled: Compile,
     ) -> None:
         self._module, self._unit, self._slices = module, unit, slices
         self._sites = [sites[w.name] for w in unit.weights]
@@ -106,9 +108,11 @@ class PartialModule:
         self._before_forward: Callable[[], None] | None = None
         """Of a trial: puts other weights into the module."""
         self._num_sums = 1
-        self._dense_forward = compiled_forward(module) if compiled else module.forward
+        self._dense_forward = self._forward_with_cache = module.forward
+        if compiled:
+            self._dense_forward = compiled_forward(module, compiled)
         if isinstance(module, nn.MultiheadAttention) and _is_by_heads(unit, module):
-            self._dense_forward = partial(self._attend, module)
+            self._dense_forward = self._forward_with_cache = partial(self._attend, module)
             # Our forward adds up over heads by construction; its maps do as well.
             self._num_sums = 2
             self._proven = True
@@ -119,6 +123,7 @@ class PartialModule:
         self._refuse_hooks()
         leaves, tree = tree_flatten((args, kwargs))
         length: list[int | None] = [None]  # of the tuple that the module returns, if it returns one
+        forward = self._forward_with_cache if any(map(is_cache, leaves)) else self._dense_forward
 
         def run(weights: Sequence[Tensor] | None, leaves: Sequence[Any]) -> list[Tensor]:
             if weights is not None:
@@ -126,7 +131,7 @@ class PartialModule:
             if self._before_forward is not None:
                 self._before_forward()
             args, kwargs = tree_unflatten(list(leaves), tree)
-            output = self._dense_forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
             length[0] = len(output) if isinstance(output, tuple) else None
             first, *more = output[: self._num_sums] if isinstance(output, tuple) else (output,)
             return [self._checked(first), *(part for part in more if part is not None)]

@@ -58,6 +58,7 @@ class RotatingUnit:
         keep_attention: a recomputed forward takes the kept outputs of attention.
         trained: True if its weights get gradients.
         may_lie_whole: True if its weights would be read whole in place over shared memory.
+        recorded: True if what a slice's graph gives lies in memory that the next micro-batch overwrites (CUDA graphs).
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         receiver: takes the weights' gradients during the backward of a slice.
         backward_weights: weights of the slice that visits, during its backward.
@@ -80,6 +81,7 @@ class RotatingUnit:
     trained: bool = True
     keep_attention: bool = False
     may_lie_whole: bool = False
+    recorded: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     receiver: SliceGradient | None = None
     backward_weights: Sequence[Tensor] = ()
@@ -124,6 +126,10 @@ class RotatingUnit:
                 # Other ranks may wait for this one's turn or message, also for an empty slice.
                 self.ring.gradient(self.item, visit, wait=True)
                 self.ring.pass_on(self.item, visit)
+
+    def sum_of(self, parts: RunningSum) -> Tensor | None:
+        """The sum of what slices have given, in memory that stays."""
+        return parts.owned() if self.recorded else parts.value
 
     @property
     def items(self) -> tuple[int, ...]:
@@ -278,9 +284,13 @@ def _sum_slices(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> 
             with autocast.again():
                 while not total.take(run(unit.weights(visit), inputs)):
                     pass
-    if total.value is None:
+    return _complete(total, unit)
+
+
+def _complete(total: OutputSum, unit: RotatingUnit) -> Tensor:
+    if (outputs := unit.sum_of(total)) is None:
         raise AssertionError(f"{unit.unit.name}: every slice is empty")
-    return total.value
+    return outputs
 
 
 @dataclass
@@ -318,9 +328,7 @@ class _RotateModule(torch.autograd.Function):
                 while not total.take(output):
                     output, ctx.kept[visit.index] = _run_kept(ctx, visit, leaves)
                 del output
-        if total.value is None:
-            raise AssertionError(f"{unit.unit.name}: every slice is empty")
-        return total.value
+        return _complete(total, unit)
 
     @staticmethod
     @once_differentiable
@@ -369,7 +377,7 @@ class _RotateModule(torch.autograd.Function):
         # The graph may live on with the loss that was computed from it; its inputs need not.
         unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.norm_recipes = None
         found, unit.leaves, unit.input_sums, unit.backward_weights = unit.input_sums, (), (), ()
-        return (None, None, None, *(None if total is None else total.value for total in found))
+        return (None, None, None, *(None if total is None else unit.sum_of(total) for total in found))
 
 
 def _run_kept(ctx: Any, visit: Visit, leaves: list[Tensor]) -> tuple[Tensor, _Kept]:

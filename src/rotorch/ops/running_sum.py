@@ -30,6 +30,12 @@ class RunningSum:
         else:
             self.value, self._owned = self.value + part, True
 
+    def owned(self) -> Tensor | None:
+        """The sum in memory of its own, also if there was one part; None before the first part."""
+        if self.value is not None and not self._owned:
+            self.value, self._owned = self.value.clone(), True
+        return self.value
+
     def add_product(self, a: Tensor, b_KN: Tensor) -> None:
         """Adds `a [.., K] @ b [K, N]`: no product exists on its own, and the sum is rounded once per part."""
         if self.value is None:

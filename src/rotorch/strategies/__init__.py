@@ -234,8 +234,8 @@ def context_ranks(strategies: Sequence[Strategy]) -> int:
     return sequence_ranks(strategies).num_ranks
 
 
-def check_compiled(strategies: Sequence[Strategy]) -> None:
-    """Raises `ConfigError` if a strategy compiles nothing, for `compile=True`."""
+def check_compiled(strategies: Sequence[Strategy], *, recorded: bool = False) -> None:
+    """Raises `ConfigError` if a strategy compiles nothing, for `compile=True`; or, if `recorded`, records nothing."""
     for strategy in strategies:
         if strategy.not_compiled:
             raise ConfigError(f"compile: {strategy}: {strategy.not_compiled}. Leave compile out")
@@ -243,6 +243,11 @@ def check_compiled(strategies: Sequence[Strategy]) -> None:
             raise ConfigError(
                 f"compile: {strategy}: layers that are cut inside run with other modules in the place of a half. Write "
                 "whole numbers of layers, or leave compile out"
+            )
+        if recorded and (strategy.not_recorded or not any(s.slices_visit for s in strategies)):
+            raise ConfigError(
+                f"compile = 'reduce-overhead': {strategy}: {strategy.not_recorded or 'it has no slices that visit'}. "
+                "Write compile = true, or rtp"
             )
 
 

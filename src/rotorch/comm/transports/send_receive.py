@@ -90,6 +90,7 @@ class SendReceiveRing(MessageRing):
         super().start(fresh=fresh)
         self._drain()  # a pass without gradients ends without `finish`, an abandoned step in the middle
         self._message_item = None  # the optimizer has changed it
+        self._num_fetches = 0  # in every step a visit finds its slice in the same slot, as CUDA graphs must
         self._ahead.passes.start()
 
     def finish(self) -> None:

@@ -212,6 +212,7 @@ class SymmetricMemoryRing(Ring):
         self._passes.start()
         self._in_flight = None  # dropped: a pass without gradients ends without `finish`, an abandoned step anywhere
         self._held.clear()
+        self._num_fetches = 0  # in every step a visit finds its slice in the same slot, as CUDA graphs must
         self._num_steps += 1
         memory.compute.after(hops)
         memory.compute.after(memory.fetches.mark())

@@ -44,6 +44,7 @@ class DDP(OneAxis):
     kind: ClassVar[str] = "ddp"
     ranks_alike: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
+    not_recorded: ClassVar[str] = ""
     recompute: Literal["none", "block"] = "none"
 
     @property

@@ -44,7 +44,7 @@ class FSDPModel(ShardedModel):
         on_meta = any(p.is_meta for p in module.parameters())
         whole = [unit for unit in setup.spec.units if is_whole(unit)]
         experts = [unit for unit in setup.spec.units if unit.note(WholeExperts) and not is_whole(unit)]
-        check_not_compiled(setup.spec, kind="fsdp", compiled=setup.compiled)
+        check_not_compiled(setup.spec, kind="fsdp", compiled=bool(setup.compiled))
         placements = [ShardPlacement.whole(weight, mesh=mesh) for unit in whole for weight in unit.weights]
         placements += [ShardPlacement.slice_of(weight, mesh=mesh) for unit in experts for weight in unit.weights]
         self._beside = setup.shards(placements)

@@ -26,6 +26,7 @@ from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.ring import Ring
 from rotorch.comm.status_word import StatusWord
 from rotorch.comm.transports import make_ring
+from rotorch.core.compiling import RECORDED
 from rotorch.core.errors import ConfigError
 from rotorch.core.row_parts import RowParts
 from rotorch.core.spec import Unit, UnitKind, Weight
@@ -74,7 +75,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                 "rtp: recompute=all_but_attention selects operations of a forward, and a compiled one has none to "
                 "select. Write recompute=slice, or leave compile out"
             )
-        check_not_compiled(spec, kind="rtp", compiled=compiled)
+        check_not_compiled(spec, kind="rtp", compiled=bool(compiled))
         heads = head_weights(module)
         visiting = spec.cut_units if within is None else within.visiting
         self.ring, self.units = _on_a_ring(setup, visiting, heads=heads)
@@ -94,7 +95,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                     rotating,
                     sites=sites,
                     whole=whole_weight,
-                    compiled=compiled,
+                    compiled=bool(compiled),
                     within=None if within is None else within.region,
                 )
                 PartialModule(
@@ -117,7 +118,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                         proxy = within.proxy(weight.name, of=rotating.unit.name, shard=proxy)
                     shards.replace(weight.name, proxy)
         if within is not None:
-            within.hold_empty_parts(module, shards=shards, sites=sites, compiled=compiled)
+            within.hold_empty_parts(module, shards=shards, sites=sites, compiled=bool(compiled))
         if strategy.recomputes_units:
             between = [u for u in spec.units if u.kind is UnitKind.REPLICATED and not is_whole(u)]
             whole = {weight.name for unit in between for weight in unit.weights}
@@ -284,6 +285,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
             dtype=setup.param_dtype or ring.dtype,
             trained=_trained(unit, parameters),
             keep_attention=strategy.recompute == "all_but_attention",
+            recorded=setup.compiled == RECORDED,
             may_lie_whole=reads_whole and setup.device.type == "cpu" and _lies_whole(unit, setup.sites, heads),
         )
         if len(parts) > 1:

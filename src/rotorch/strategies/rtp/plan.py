@@ -142,6 +142,7 @@ class RTP(OneAxis):
 
     kind: ClassVar[str] = "rtp"
     not_compiled: ClassVar[str] = ""
+    not_recorded: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     slices_visit: ClassVar[bool] = True
     shares_inside: ClassVar[bool] = True

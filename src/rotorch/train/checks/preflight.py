@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rotorch.core.compiling import RECORDED
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision, copies_itemsize, dtype_of_passes, itemsize_of_passes
 from rotorch.core.small_files import read_small
@@ -356,7 +357,7 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
     import torch
 
     if config.train.compile:
-        check_compiled(strategies)
+        check_compiled(strategies, recorded=config.train.compile == RECORDED)
     in_passes(config, strategies)
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")

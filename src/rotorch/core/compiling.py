@@ -1,0 +1,24 @@
+"""Ways in which the forwards of a model's blocks run: as they are written, or by torch.compile."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+Compile = Literal[False, True, "reduce-overhead"]
+"""As they are written; compiled; compiled and recorded as CUDA graphs (see `models/compiled.py`)."""
+
+RECORDED: Literal["reduce-overhead"] = "reduce-overhead"
+"""torch's name of the mode."""
+
+
+def _check(value: Any) -> Any:
+    # By its class: 1 equals True.
+    if not isinstance(value, bool) and value != RECORDED:
+        raise ValueError(f'write true, false or "{RECORDED}"')
+    return value
+
+
+CompileField = Annotated[Compile, BeforeValidator(_check)]
+"""Of a configuration."""
