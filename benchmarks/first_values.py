@@ -25,7 +25,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
+from gpu_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
 
 import rotorch  # noqa: E402
 from rotorch.bench.record import describe_origin  # noqa: E402

@@ -1,16 +1,20 @@
 """Costs and savings of rotation on a GPU. Needs one; without one it says so and ends with exit code 0.
 
-    python benchmarks/gpu.py                    # everything, a few minutes; writes benchmarks/results/gpu-*.json
-    python benchmarks/gpu.py --only slices      # one of: one_rank, shared, slices
+    python benchmarks/gpu.py                    # everything, about 20 minutes; writes benchmarks/results/gpu-*.json
+    python benchmarks/gpu.py --only slices      # one of: one_rank, shared, slices, parts
 
-    one_rank  memory and compute time of one rank of 8 for the shapes of Llama-3-8B in bfloat16: rtp, fsdp, ddp. The
-              other ranks are faked (torch's fake process group), so nothing is sent and nothing is waited for: this is
-              what a rank computes and holds if communication hides entirely. A few layers are measured, and the growth
-              from layer to layer is taken for the rest.
+    one_rank  a step of one rank of 8 for the shapes of Llama-3-8B, by the clock, on the host, on the GPU, and its peak:
+              FSDP2 as its documentation and as its experts have it, and rtp over memory without peers, in bfloat16 and
+              under autocast, compiled, and recorded as CUDA graphs; at half, all and twice of `--tokens`. The other
+              ranks are faked, so nothing is sent and nothing is waited for: this is what a rank computes and holds if
+              communication hides entirely. A few layers are measured, and the growth from layer to layer is taken for
+              the rest.
     shared    2 and 4 ranks that share the GPU, over symmetric memory and a gloo group: rtp's losses and gradients
               against one process in float64, and each rank's peak memory. No speed: ranks take turns on the GPU.
     slices    what cutting a matrix product into 8 slices costs, and what fused matrices, two streams and two slices at
               a time win back.
+    parts     weight gradients by one product, attention of few heads, copies and waits beside products, what a call
+              costs the host, and first values on the GPU and on the CPU.
 
 It has not run on a GPU yet; its parts run on CPU in tests/bench/test_gpu_benchmark.py.
 """
@@ -30,12 +34,18 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import gpu_one_rank  # noqa: E402
+import gpu_parts  # noqa: E402
 import gpu_shared  # noqa: E402
 import gpu_slices  # noqa: E402
 
 from rotorch.bench.record import describe_origin  # noqa: E402
 
-PARTS = {"one_rank": gpu_one_rank.measure, "shared": gpu_shared.measure, "slices": gpu_slices.measure}
+PARTS = {
+    "one_rank": gpu_one_rank.measure,
+    "shared": gpu_shared.measure,
+    "slices": gpu_slices.measure,
+    "parts": gpu_parts.measure,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
         "parts": {},
     }
     found["versions"]["cuda"] = torch.version.cuda
-    for name in (name for name in PARTS if name in (options.only or PARTS)):  # `slices` last: it touches CUDA here
+    # `slices` and `parts` last: they touch CUDA here, and ranks are forked.
+    for name in (name for name in PARTS if name in (options.only or PARTS)):
         print(f"gpu: {name}", flush=True)
         try:
             found["parts"][name] = PARTS[name](device=options.device, tokens=options.tokens, steps=options.steps)

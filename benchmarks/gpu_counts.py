@@ -32,40 +32,22 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY, fill_with_noise  # noqa: E402
+from gpu_rank import LLAMA_3_8B, NULL, NUM_RANKS, PEER, TINY, Contender, in_group_of  # noqa: E402
 
-import rotorch  # noqa: E402
 from rotorch.bench.record import describe_origin  # noqa: E402
-from rotorch.comm.ring import RingSetup  # noqa: E402
-from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing  # noqa: E402
-from rotorch.models.blocks import repeated_blocks  # noqa: E402
-from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
-from rotorch.models.losses import causal_lm_loss  # noqa: E402
 from rotorch.ops import running_sum  # noqa: E402
-from rotorch.strategies.rtp import apply as rtp_apply  # noqa: E402
-from rotorch.strategies.rtp.plan import RTP  # noqa: E402
-from rotorch.testing.fake import as_rank  # noqa: E402
-from rotorch.testing.null_peer_memory import NullPeerMemory  # noqa: E402
-from rotorch.testing.operations import Operations, WithoutArithmetic, counted_waits, waits_of_micro_batches  # noqa: E402
-from rotorch.train.module import precision_arguments  # noqa: E402
+from rotorch.testing.operations import WithoutArithmetic  # noqa: E402
 
-PEER = "fsdp2"
-NULL = f"rtp={NUM_RANKS}[transport=symmetric_memory]"
 ROWS = (
     ("single", "autocast_bfloat16"),
     (PEER, "bfloat16"),
@@ -83,127 +65,6 @@ SHAPES = {**LLAMA_3_8B, "vocab_size": 4096}
 DEPTHS = (1, 3)
 SETTLED = 2
 """Steps before one that counts: buffers are made and the order of passes is known."""
-
-
-class Contender:
-    """One row's model on a rank of the fake group, and the memory of its lanes if it has any.
-
-    Args:
-        parallel: layout, or the peer.
-        mode: precision of its passes.
-        shapes: contents of the model's `config.json`.
-        layers: depth.
-        tokens: of the batch.
-        wider: weights in float64 and passes in float32, in place of float32 and bfloat16.
-
-    Attributes:
-        operations: counts while it is entered.
-    """
-
-    def __init__(
-        self, parallel: str, mode: str, *, shapes: dict[str, Any], layers: int, tokens: int, wider: bool = False
-    ) -> None:
-        self.operations = Operations()
-        self._memory: NullPeerMemory | None = None
-        config = config_from_dict({**shapes, "num_hidden_layers": layers, "use_cache": False}, source=__file__)
-        ids = torch.randint(shapes["vocab_size"], (1, tokens))
-        batch = {"input_ids": ids, "labels": ids}
-        with rotorch.on_meta():
-            module = causal_lm(config).train().to(torch.float64 if wider else torch.float32)
-        self.model: Any = None
-        self._module = module
-        if parallel == PEER:
-            under_fsdp2(module, *((torch.float32, torch.float64) if wider else (getattr(torch, mode), torch.float32)))
-            self._passes: Callable[[], Any] = lambda: causal_lm_loss(module, batch, tokens - 1).backward()
-            return
-        with ExitStack() as stack:
-            if "symmetric_memory" in parallel:
-                stack.enter_context(mock.patch.object(rtp_apply, "make_ring", self._null_ring))
-                stack.enter_context(mock.patch.object(RTP, "on_device", lambda strategy, _: strategy))
-            arguments = precision_arguments(mode)
-            if wider:  # no user needs it, so it is refused
-                arguments = {"param_dtype": torch.float32}
-                stack.enter_context(mock.patch.object(import_module("rotorch.parallelize"), "_check_param_dtype"))
-                stack.enter_context(mock.patch.object(RTP, "at_precision", _sends))
-            self.model = rotorch.parallelize(module, parallel, device="cpu", **arguments)
-        self._passes = lambda: self.model.forward_backward(batch)
-
-    def forward_backward(self) -> None:
-        """One step without the optimizer, into fresh gradients."""
-        for parameter in self._module.parameters():
-            parameter.grad = None
-        self._passes()
-
-    def fill(self) -> None:
-        """Gives weights and slots small numbers: what lies in fresh memory may be no number, and slow."""
-        if self.model is not None:
-            fill_with_noise(self.model)
-        for parameter in () if self.model is not None else self._module.parameters():
-            parameter.to_local().detach().normal_(std=0.02)
-
-    def _null_ring(self, _transport: str, **given: Any) -> SymmetricMemoryRing:
-        memory = NullPeerMemory
-
-        def make_memory(**window: Any) -> NullPeerMemory:
-            self._memory = memory(**window, copy_engine=lambda: self.operations.paused())
-            return self._memory
-
-        setup = RingSetup(
-            given["mesh"],
-            given["numels_in_parts"],
-            given["dtype"],
-            device=given["device"],
-            wire_dtype=given["wire_dtype"],
-            later_parts=given["later_parts"],
-        )
-        together = {"num_visits": given["num_visits"], "flat_chunks": given["flat_chunks"]}
-        return SymmetricMemoryRing(setup, **together, make_memory=make_memory)
-
-    @property
-    def lane_calls(self) -> int:
-        """Calls of lanes so far."""
-        return 0 if self._memory is None else self._memory.num_calls
-
-    def counted(self) -> dict[str, int]:
-        """Counts of one step."""
-        self.operations = operations = Operations()
-        calls = self.lane_calls
-        with operations:
-            self.forward_backward()
-        return {
-            "ops": operations.num_ops,
-            "casts": operations.num_casts,
-            "copies": operations.num_copies,
-            "elementwise_bytes": operations.elementwise_bytes,
-            "lane_calls": self.lane_calls - calls,
-        }
-
-    def sync_calls(self) -> dict[str, int]:
-        """Calls of one step for which the host waits, from the first to the last micro-batch."""
-        if self.model is None:
-            with counted_waits() as waits:
-                self.forward_backward()
-            return dict(waits)
-        with waits_of_micro_batches(self.model) as waits:
-            self.forward_backward()
-        return dict(waits)
-
-
-def _sends(strategy: RTP, dtype: str | None) -> RTP:
-    """The strategy with slices that travel in a pass's dtype, whichever that is."""
-    return strategy.model_copy(update={"compute": dtype})
-
-
-def under_fsdp2(
-    module: nn.Module, param_dtype: torch.dtype, reduce_dtype: torch.dtype, *, apart: Sequence[nn.Module] = ()
-) -> None:
-    """Torch's `fully_shard` around every block, `apart` and the root, as its documentation has it. In place."""
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    for part in (*repeated_blocks(module), *apart):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
-    module.to_empty(device="cpu")
 
 
 def count_rows(rows: tuple[tuple[str, str], ...], *, shapes: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
@@ -270,14 +131,6 @@ def time_rows(rows: tuple[tuple[str, str], ...], *, rounds: int) -> dict[tuple[s
 def is_wider(mode: str) -> bool:
     """True if host time of a precision is measured in wider numbers (see the module's note)."""
     return not mode.startswith("autocast")
-
-
-@contextmanager
-def in_group_of(parallel: str) -> Iterator[None]:
-    """The fake group that a layout needs, within the block."""
-    ranks = 1 if parallel == "single" else NUM_RANKS
-    with as_rank(3 % ranks, num_ranks=ranks):
-        yield
 
 
 def measure(*, shapes: dict[str, Any], tokens: int, rounds: int, only: str = "") -> dict[str, Any]:

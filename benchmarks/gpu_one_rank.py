@@ -1,8 +1,19 @@
-"""One rank of 8, the others faked: what it holds and how long it computes (see gpu.py). Runs each case in a process.
+"""One rank of 8 on a GPU, the others faked: time, host time, launches and peak memory of a step (see gpu.py).
 
-[Note: bfloat16]
-    Weights, gradients and AdamW's moments are all bfloat16 in every row, so that rows compare; a run that keeps float32
-    masters holds more in all of them.
+    python benchmarks/gpu_one_rank.py --row "rtp=8[transport=symmetric_memory,visits=8]" bfloat16 false --layers 2
+
+Rows are one process, FSDP2 (as its documentation has it, and as its experts set it up), and rtp over memory without
+peers: the streams, events, copies and launches of a symmetric ring, but copies cross no link and signals wait for
+nobody. Passes compute in bfloat16 with float32 masters and gradients, by copies of weights (`bfloat16`) or under
+autocast, as written, compiled, or recorded. A step is forward and backward without the optimizer, which is as large in
+every row. Each row is measured in a process of its own.
+
+    step_s_median    seconds of a step, by the clock, until the GPU is done
+    host_s_median    seconds of the process until it has given the GPU all of a step: what hides behind the GPU's work
+                     if it is less than `gpu_busy_s`
+    gpu_busy_s       seconds in which a kernel or a copy ran, by torch's profiler, of one step more
+    kernels, copies  their numbers in that step
+    peak_bytes       of the allocator, in the timed steps
 
 [Note: scaled up]
     Cases run with 2 and with 4 layers. What a layer adds is half of the difference; the whole model has 32. Memory and
@@ -13,160 +24,194 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-NUM_RANKS = 8
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
-TINY = {**LLAMA_3_8B, "vocab_size": 512, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 6}
-"""The same 32 times narrower: units have the sizes of one another."""
-LAYOUTS = (
-    f"rtp={NUM_RANKS}[transport=send_receive]",
-    f"rtp={NUM_RANKS}[recompute=slice,transport=send_receive]",
-    f"fsdp={NUM_RANKS}",
-    f"fsdp={NUM_RANKS}[recompute=block]",
-    f"ddp={NUM_RANKS}",
-    f"ddp={NUM_RANKS}[recompute=block]",
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from gpu_rank import LLAMA_3_8B, NULL, NUM_RANKS, PEER, PEER_IN_CHUNKS, TINY, Contender, in_group_of  # noqa: E402
+
+from rotorch.core.compiling import RECORDED, Compile  # noqa: E402
+
+BY_DEFAULT = NULL.replace("]", f",visits={NUM_RANKS}]")
+"""As between GPUs."""
+ROWS: tuple[tuple[str, str, Compile], ...] = (
+    ("single", "bfloat16", False),
+    (PEER, "bfloat16", False),
+    (PEER_IN_CHUNKS, "bfloat16", False),
+    (BY_DEFAULT, "bfloat16", False),
+    (NULL.replace("]", ",visits=4]"), "bfloat16", False),
+    (BY_DEFAULT, "autocast_bfloat16", False),
+    (BY_DEFAULT.replace("[", "[recompute=slice,"), "bfloat16", False),
+    (f"rtp={NUM_RANKS}[transport=send_receive,visits={NUM_RANKS}]", "bfloat16", False),
+    (PEER, "bfloat16", True),
+    (BY_DEFAULT, "bfloat16", True),
+    (BY_DEFAULT, "bfloat16", RECORDED),
 )
+"""Layouts, the precision of their passes, and how their blocks run."""
 DEPTHS = (2, 4)
+SETTLED = 3
+"""Steps that do not count: buffers are made, the order of passes is known, and graphs are recorded."""
+LENGTHS = (0.5, 1, 2)
+"""Tokens of a step, of those that were asked for: 2,048, 4,096 and 8,192 by default."""
+_COMPILES = {"false": False, "true": True, RECORDED: RECORDED}
 
 
 def measure(*, device: str, tokens: int, steps: int) -> dict[str, Any]:
-    """All rows, each with what was measured and what the whole model would take by it."""
+    """All rows at three lengths, each with what was measured and what the whole model would take by it."""
     shapes = LLAMA_3_8B if device == "cuda" else TINY
+    lengths = sorted({max(int(share * tokens), 16) for share in LENGTHS})
     rows = []
-    for layout in LAYOUTS:
-        measured = []
-        for layers in DEPTHS:
-            command = [sys.executable, __file__, "--layout", layout, "--layers", str(layers), "--device", device]
-            command += ["--tokens", str(min(tokens, shapes["max_position_embeddings"])), "--steps", str(steps)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                measured.append({"layers": layers, "error": (done.stderr.strip().splitlines() or ["failed"])[-1]})
-            else:
-                measured.append(json.loads(done.stdout.strip().splitlines()[-1]))
-        rows.append({"parallel": layout, "measured": measured, **scaled(measured, layers=shapes["num_hidden_layers"])})
+    for parallel, mode, compiled in ROWS:
+        cases = [in_a_process(parallel, mode, compiled, layers, device, lengths, steps) for layers in DEPTHS]
+        for number, length in enumerate(lengths):
+            measured = [case[number] if isinstance(case, list) else case for case in cases]
+            row = {"parallel": parallel, "mode": mode, "compile": compiled, "tokens": length}
+            rows.append({**row, **scaled(measured, layers=shapes["num_hidden_layers"]), "measured": measured})
     return {
         "ranks": NUM_RANKS,
         "model": "Llama-3-8B" if device == "cuda" else "tiny",
-        "tokens": tokens,
-        "dtype": "bfloat16",
         "method": "one rank, the others faked: nothing sent, nothing waited for; scaled from "
         f"{DEPTHS[0]} and {DEPTHS[1]} layers to {shapes['num_hidden_layers']}",
         "rows": rows,
     }
 
 
-def scaled(measured: list[dict[str, Any]], *, layers: int) -> dict[str, Any]:
-    """Time and memory of `layers` layers, from those of two smaller numbers of layers (see [Note: scaled up])."""
+def in_a_process(
+    parallel: str, mode: str, compiled: Compile, layers: int, device: str, lengths: Sequence[int], steps: int
+) -> list[dict[str, Any]] | dict[str, Any]:
+    """Runs `one_case` in a process that has done nothing before; gives its result, or its error."""
+    row = [parallel, mode, str(compiled).lower()]
+    command = [sys.executable, __file__, "--row", *row, "--layers", str(layers), "--device", device]
+    command += ["--steps", str(steps), "--tokens", *map(str, lengths)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"layers": layers, "error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
+    found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+SCALED = ("step_s_median", "host_s_median", "gpu_busy_s", "kernels", "copies", "peak_bytes")
+
+
+def scaled(measured: Sequence[dict[str, Any]], *, layers: int) -> dict[str, Any]:
+    """Figures of `layers` layers, from those of two smaller numbers of layers (see [Note: scaled up])."""
     if any("error" in case for case in measured):
         return {}
     less, more = measured
     found = {}
-    for name in ("peak_bytes", "step_s_median"):
+    for name in SCALED:
         if less[name] is not None:
             each = (more[name] - less[name]) / (more["layers"] - less["layers"])
             found[f"{name}_scaled"] = less[name] + each * (layers - less["layers"])
     return found
 
 
-def one_case(layout: str, *, shapes: dict[str, Any], device: str, tokens: int, steps: int) -> dict[str, Any]:
-    """Memory and time of this process as rank 3 of 8."""
-    import rotorch
-    from rotorch.models.hf import causal_lm, config_from_dict
-    from rotorch.testing.fake import as_rank
+def one_case(
+    parallel: str,
+    mode: str,
+    compiled: Compile,
+    *,
+    shapes: dict[str, Any],
+    layers: int,
+    device: str,
+    lengths: Sequence[int],
+    steps: int,
+) -> list[dict[str, Any]]:
+    """Times and peaks of this process as rank 3 of 8, per length."""
+    found = []
+    with in_group_of(parallel):
+        contender = Contender(
+            parallel, mode, shapes=shapes, layers=layers, tokens=lengths[0], device=device, compile=compiled
+        )
+        contender.fill()
+        for tokens in lengths:
+            contender.give(tokens)
+            found.append({"layers": layers, "tokens": tokens, **timed(contender, device=device, steps=steps)})
+        del contender
+    return found
 
-    config = config_from_dict({**shapes, "use_cache": False}, source="benchmarks/gpu_one_rank.py")
-    with as_rank(3, num_ranks=NUM_RANKS), unsent_gradients():
-        with rotorch.on_meta():
-            module = causal_lm(config).to(torch.bfloat16).train()
-        model = rotorch.parallelize(module, layout, device=device)
-        on = next(iter(model.weights.values())).local.device
-        fill_with_noise(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
-        ids = torch.randint(shapes["vocab_size"], (1, tokens), device=on)
-        times = []
-        for number in range(2 + steps):
-            if number == 2 and on.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            start_s = now_s(on)
-            model.forward_backward({"input_ids": ids, "labels": ids})
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(now_s(on) - start_s)
-        peak = torch.cuda.max_memory_allocated() if on.type == "cuda" else None
-        model.close()
+
+def timed(contender: Contender, *, device: str, steps: int) -> dict[str, Any]:
+    """Times of some steps, what the GPU did in another one, and the peak."""
+    for _ in range(SETTLED):
+        contender.forward_backward()
+    on_gpu = device == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    by_clock, of_host = [], []
+    for _ in range(steps):
+        start_s, host_start_s = time.perf_counter(), time.process_time()
+        contender.forward_backward()
+        of_host.append(time.process_time() - host_start_s)
+        if on_gpu:
+            torch.cuda.synchronize()
+        by_clock.append(time.perf_counter() - start_s)
     return {
-        "layers": shapes["num_hidden_layers"],
-        "step_s_median": statistics.median(times[2:]),
-        "step_s_all": times[2:],
-        "peak_bytes": peak,
+        "step_s_median": statistics.median(by_clock),
+        "step_s_all": by_clock,
+        "host_s_median": statistics.median(of_host),
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        **(work_of_gpu(contender) if on_gpu else {"gpu_busy_s": None, "kernels": None, "copies": None}),
     }
 
 
-def fill_with_noise(model: Any) -> None:
-    """Gives weights and slots small numbers: from others nothing comes, and what is there by chance may be anything."""
-    held = [weight.local for weight in model.weights.values()]
-    for tensor in [*held, *model.sharded.slots()]:
-        tensor.detach().normal_(std=0.02)
-    model.values_changed()
+def work_of_gpu(contender: Contender) -> dict[str, Any]:
+    """Kernels and copies of a step, and the seconds in which any of them ran."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        contender.forward_backward()
+        torch.cuda.synchronize()
+    work = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    copies = sum(event.name.startswith("Memcpy") for event in work)
+    spans = [(event.time_range.start, event.time_range.end) for event in work]
+    return {"gpu_busy_s": 1e-6 * covered(spans), "kernels": len(work) - copies, "copies": copies}
 
 
-@contextmanager
-def unsent_gradients() -> Iterator[None]:
-    """Lets torch's DDP do all but send: the fake group's answer is none that it can take."""
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-    from torch.nn.parallel import DistributedDataParallel
-
-    class Unsent(DistributedDataParallel):
-        __signature__ = inspect.signature(DistributedDataParallel)  # whose names of arguments are asked for
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.register_comm_hook(None, noop_hook)
-
-    with mock.patch("rotorch.strategies.ddp.apply.DistributedDataParallel", Unsent):
-        yield
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of spans of time."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
-def now_s(device: torch.device) -> float:
-    """The time when all that the device was given is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def main() -> None:
-    """One case; prints it as one line of JSON."""
+def main(arguments: list[str] | None = None) -> None:
+    """One row; prints it as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", required=True)
+    parser.add_argument("--row", nargs=3, required=True, metavar=("LAYOUT", "PRECISION", "COMPILE"))
     parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    options = parser.parse_args()
-    shapes = {**(LLAMA_3_8B if options.device == "cuda" else TINY), "num_hidden_layers": options.layers}
-    found = one_case(options.layout, shapes=shapes, device=options.device, tokens=options.tokens, steps=options.steps)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny shapes (default: cuda)")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args(arguments)
+    parallel, mode, compiled = options.row
+    warnings.simplefilter("ignore")
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    found = one_case(
+        parallel,
+        mode,
+        _COMPILES[compiled],
+        shapes=LLAMA_3_8B if options.device == "cuda" else TINY,
+        layers=options.layers,
+        device=options.device,
+        lengths=options.tokens,
+        steps=options.steps,
+    )
     print(json.dumps(found))
 
 

@@ -28,15 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from gpu_counts import NULL, Contender, in_group_of, under_fsdp2  # noqa: E402
-from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
+from gpu_rank import (  # noqa: E402
+    LLAMA_3_8B,
+    NULL,
+    NUM_CHUNKS,
+    NUM_RANKS,
+    TINY,
+    ChunkedLoss,
+    Contender,
+    in_group_of,
+    under_fsdp2,
+)
 
 import rotorch  # noqa: E402
 from rotorch.bench.record import describe_origin  # noqa: E402
@@ -46,7 +53,6 @@ from rotorch.testing.operations import WithoutArithmetic  # noqa: E402
 from rotorch.traced.live_storages import ACTIVATIONS, LiveStorages  # noqa: E402
 
 MODE = "bfloat16"
-NUM_CHUNKS = 8
 ROWS = (
     ("fsdp2", "none"),
     ("fsdp2 groups", "none"),
@@ -58,25 +64,6 @@ ROWS = (
     (NULL.replace("]", ",recompute=slice]"), "block"),
 )
 """Layouts as they are between GPUs by default, and the peer; each with what is computed again."""
-
-
-class ChunkedLoss(nn.Module):
-    """A causal language model whose logits exist a chunk of tokens at a time, in forward and in backward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.head = model.model, model.lm_head
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the mean loss of `ids` [rows, tokens]."""
-        hidden = self.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        targets = ids[:, 1:]
-        chunks = zip(hidden.chunk(NUM_CHUNKS, dim=1), targets.chunk(NUM_CHUNKS, dim=1), strict=True)
-        losses = [checkpoint(self._sum, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.stack(losses).sum() / targets.numel()
-
-    def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def peer(shapes: dict[str, Any], *, layers: int, tokens: int, groups: bool, recompute: bool) -> Callable[[], None]:

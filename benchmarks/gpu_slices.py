@@ -6,11 +6,12 @@ along the input (rows: slices add to one output, as attention's and the MLP's la
     whole        one product
     slices       8 products, one after another
     two_streams  8 products on two streams in turn: the tail of one under the head of the next
-    two_at_once  4 products of two slices each
+    two_at_once  4 products of two slices each (`visits=4`); four_at_once: 2 of four
+    apart        rows only: each slice's product by itself, then added: what `beta=1` saves
     unsummed     rows only: 8 products into one output without adding, which no real run can do: what adding costs
 
-Gate and up of an MLP as one matrix are `gate_up`; as two, they are `gate` twice. `of_whole` is the time of the whole
-product over the time of the way: 1 is no loss.
+Gate and up of an MLP as one matrix are `gate_up`; as two, `gate` twice; `qkv` as three, `q` and `kv` twice. `of_whole`
+is the time of the whole product over the time of the way: 1 is no loss.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from torch import Tensor
 NUM_SLICES = 8
 SHAPES: dict[str, tuple[int, int, str]] = {  # name: inputs, outputs, cut along; Llama-3-8B
     "qkv": (4096, 6144, "columns"),
+    "q": (4096, 4096, "columns"),
+    "kv": (4096, 1024, "columns"),
     "o": (4096, 4096, "rows"),
     "gate": (4096, 14336, "columns"),
     "gate_up": (4096, 28672, "columns"),
@@ -65,8 +68,9 @@ def measure(*, device: str, tokens: int, steps: int) -> dict[str, Any]:
 def by_columns(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways for a weight whose slices are columns; each slice is contiguous, as it is in a ring's slot."""
     y = x.new_empty(x.shape[0], w.shape[1])
-    slices, pairs = ([part.contiguous() for part in w.chunk(n, dim=1)] for n in (NUM_SLICES, NUM_SLICES // 2))
-    outs, wide = y.chunk(NUM_SLICES, dim=1), y.chunk(NUM_SLICES // 2, dim=1)
+    numbers = (NUM_SLICES, NUM_SLICES // 2, NUM_SLICES // 4)
+    slices, pairs, fours = ([part.contiguous() for part in w.chunk(n, dim=1)] for n in numbers)
+    outs, wide, wider = (y.chunk(n, dim=1) for n in numbers)
 
     def each(parts: list[Tensor], into: tuple[Tensor, ...]) -> Tensor:
         for part, out in zip(parts, into, strict=True):
@@ -82,14 +86,16 @@ def by_columns(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
         "slices": lambda: each(slices, outs),
         "two_streams": in_turn,
         "two_at_once": lambda: each(pairs, wide),
+        "four_at_once": lambda: each(fours, wider),
     }
 
 
 def by_rows(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Ways for a weight whose slices are rows: the input comes in slices too, and outputs add up."""
     y, other = (x.new_empty(x.shape[0], w.shape[1]) for _ in range(2))
-    xs, x_pairs = ([part.contiguous() for part in x.chunk(n, dim=1)] for n in (NUM_SLICES, NUM_SLICES // 2))
-    slices, pairs = ([part.contiguous() for part in w.chunk(n, dim=0)] for n in (NUM_SLICES, NUM_SLICES // 2))
+    numbers = (NUM_SLICES, NUM_SLICES // 2, NUM_SLICES // 4)
+    xs, x_pairs, x_fours = ([part.contiguous() for part in x.chunk(n, dim=1)] for n in numbers)
+    slices, pairs, fours = ([part.contiguous() for part in w.chunk(n, dim=0)] for n in numbers)
 
     def added(inputs: list[Tensor], parts: list[Tensor]) -> Tensor:
         torch.mm(inputs[0], parts[0], out=y)
@@ -109,6 +115,12 @@ def by_rows(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
         with_two_streams(work, like=x)
         return y.add_(other)
 
+    def apart() -> Tensor:
+        torch.mm(xs[0], slices[0], out=y)
+        for part_x, part in zip(xs[1:], slices[1:], strict=True):
+            y.add_(torch.mm(part_x, part, out=other))
+        return y
+
     def unsummed() -> Tensor:
         for part_x, part in zip(xs, slices, strict=True):
             torch.mm(part_x, part, out=y)
@@ -119,6 +131,8 @@ def by_rows(x: Tensor, w: Tensor) -> dict[str, Callable[[], Tensor]]:
         "slices": lambda: added(xs, slices),
         "two_streams": in_turn,
         "two_at_once": lambda: added(x_pairs, pairs),
+        "four_at_once": lambda: added(x_fours, fours),
+        "apart": apart,
         "unsummed": unsummed,
     }
 

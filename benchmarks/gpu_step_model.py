@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import torch  # noqa: E402
-from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
+from gpu_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
 
 from rotorch.bench.record import describe_origin  # noqa: E402
 from rotorch.core.precision import copies_itemsize  # noqa: E402

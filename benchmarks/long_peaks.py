@@ -22,8 +22,8 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from gpu_counts import NUM_RANKS, TINY  # noqa: E402
 from gpu_peaks import in_a_process, measured, write_record  # noqa: E402
+from gpu_rank import NUM_RANKS, TINY  # noqa: E402
 
 import rotorch  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402

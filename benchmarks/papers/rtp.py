@@ -42,7 +42,7 @@ from torch.distributed.fsdp import fully_shard
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from gpu_one_rank import unsent_gradients  # noqa: E402
+from gpu_rank import unsent_gradients  # noqa: E402
 
 import rotorch  # noqa: E402
 import rotorch.bench.contender as of_contenders  # noqa: E402

@@ -1,9 +1,10 @@
 """The GPU benchmark's parts, as far as a CPU can run them: arguments, shapes, the faked group, the file."""
 
 import json
-import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,17 +81,19 @@ def test_slices_are_timed_for_every_matrix():
 
 
 def test_shapes_are_those_of_llama_3_8b():
-    import gpu_one_rank
+    import gpu_rank
     import gpu_slices
 
     from rotorch.models.hf import causal_lm, config_from_dict
 
     with torch.device("meta"):
-        module = causal_lm(config_from_dict(gpu_one_rank.LLAMA_3_8B, source="here"))
+        module = causal_lm(config_from_dict(gpu_rank.LLAMA_3_8B, source="here"))
     assert sum(p.numel() for p in module.parameters()) == 8_030_261_248
     layer = module.model.layers[0]
     for name, weights in {
         "qkv": (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+        "q": (layer.self_attn.q_proj,),
+        "kv": (layer.self_attn.k_proj,),
         "o": (layer.self_attn.o_proj,),
         "gate": (layer.mlp.gate_proj,),
         "gate_up": (layer.mlp.gate_proj, layer.mlp.up_proj),
@@ -101,54 +104,100 @@ def test_shapes_are_those_of_llama_3_8b():
         assert (weights[0].in_features, sum(w.out_features for w in weights)) == (inputs, outputs), name
 
 
-@pytest.mark.parametrize("layout", ["rtp=8[transport=send_receive]", "fsdp=8", "ddp=8"])
-def test_one_rank_of_eight_runs_steps_alone(layout, warm):
+CASES = [
+    ("rtp=8[transport=symmetric_memory,visits=8]", "bfloat16", False),
+    ("fsdp2 in chunks", "bfloat16", False),
+    pytest.param("fsdp2", "bfloat16", False, marks=pytest.mark.slow),
+    pytest.param("single", "autocast_bfloat16", False, marks=pytest.mark.slow),
+    pytest.param("rtp=8[transport=symmetric_memory]", "bfloat16", "reduce-overhead", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "mode", "compiled"), CASES)
+def test_one_rank_of_eight_runs_steps_alone(layout, mode, compiled, warm):
     import gpu_one_rank
 
-    shapes = {**gpu_one_rank.TINY, "num_hidden_layers": 1}
-    found = gpu_one_rank.one_case(layout, shapes=shapes, device="cpu", tokens=8, steps=2)
-    assert found["layers"] == 1 and found["peak_bytes"] is None
-    assert len(found["step_s_all"]) == 2 and found["step_s_median"] > 0
+    shapes, lengths = {**gpu_one_rank.TINY, "num_hidden_layers": 1}, [16, 32]
+    found = gpu_one_rank.one_case(
+        layout, mode, compiled, shapes=shapes, layers=1, device="cpu", lengths=lengths, steps=2
+    )
+    assert [case["tokens"] for case in found] == lengths
+    for case in found:
+        assert case["layers"] == 1 and case["peak_bytes"] is None and case["kernels"] is None
+        assert len(case["step_s_all"]) == 2 and case["step_s_median"] > 0 and case["host_s_median"] > 0
     assert not torch.distributed.is_initialized()
 
 
 def test_all_layouts_of_one_rank_are_ones_that_rotorch_reads():
     import gpu_one_rank
 
-    from rotorch.strategies import format_parallel, num_ranks, parse_parallel
+    from rotorch.core.precision import PRECISIONS
+    from rotorch.strategies import check_compiled, format_parallel, num_ranks, parse_parallel
 
-    for layout in gpu_one_rank.LAYOUTS:
-        assert num_ranks(parse_parallel(layout)) == gpu_one_rank.NUM_RANKS
-        assert format_parallel(parse_parallel(layout)) == layout
+    rows = [row for row in gpu_one_rank.ROWS if not row[0].startswith("fsdp2")]
+    assert len(rows) < len(gpu_one_rank.ROWS) == len(set(gpu_one_rank.ROWS))
+    for layout, precision, compiled in rows:
+        assert num_ranks(parse_parallel(layout)) == (1 if layout == "single" else gpu_one_rank.NUM_RANKS)
+        assert format_parallel(parse_parallel(layout)) == layout and precision in PRECISIONS
+        if compiled:
+            check_compiled(parse_parallel(layout), recorded=compiled == "reduce-overhead")
 
 
 def test_what_a_layer_adds_is_taken_for_all_others():
     import gpu_one_rank
 
-    measured = [
-        {"layers": 2, "peak_bytes": 100, "step_s_median": 1.0},
-        {"layers": 4, "peak_bytes": 160, "step_s_median": 1.5},
-    ]
-    assert gpu_one_rank.scaled(measured, layers=32) == {"peak_bytes_scaled": 1000.0, "step_s_median_scaled": 8.5}
-    assert gpu_one_rank.scaled([measured[0], {"layers": 4, "error": "out of memory"}], layers=32) == {}
+    one = dict.fromkeys(gpu_one_rank.SCALED) | {"layers": 2, "peak_bytes": 100, "step_s_median": 1.0}
+    other = one | {"layers": 4, "peak_bytes": 160, "step_s_median": 1.5}
+    assert gpu_one_rank.scaled([one, other], layers=32) == {"peak_bytes_scaled": 1000.0, "step_s_median_scaled": 8.5}
+    assert gpu_one_rank.scaled([one, {"layers": 4, "error": "out of memory"}], layers=32) == {}
+
+
+def test_a_gpu_is_busy_while_any_of_its_streams_works():
+    import gpu_one_rank
+
+    assert gpu_one_rank.covered([]) == 0
+    assert gpu_one_rank.covered([(5, 6), (0, 2), (1, 3), (1, 2), (6, 7)]) == 5
+
+
+def test_the_gpus_work_is_read_from_a_profile(monkeypatch):
+    import gpu_one_rank
+    from torch.autograd import DeviceType
+
+    def event(name, start, end, device=DeviceType.CUDA):
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [event("gemm", 0, 10), event("Memcpy DtoD", 5, 20), event("aten::mm", 0, 90, DeviceType.CPU)]
+    profiler = SimpleNamespace(events=lambda: events)
+    monkeypatch.setattr(gpu_one_rank, "profile", lambda **_: nullcontext(profiler))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = gpu_one_rank.work_of_gpu(SimpleNamespace(forward_backward=lambda: None))
+    assert found == {"gpu_busy_s": pytest.approx(20e-6), "kernels": 1, "copies": 1}
 
 
 @pytest.mark.slow
 def test_a_case_that_fails_is_a_row_with_its_error(monkeypatch):
     import gpu_one_rank
 
-    monkeypatch.setattr(gpu_one_rank, "LAYOUTS", ("rtp=8[transport=nothing]",))
+    good, bad = ("single", "bfloat16", False), ("rtp=8[transport=nothing]", "bfloat16", False)
+    monkeypatch.setattr(gpu_one_rank, "ROWS", (good, bad))
     monkeypatch.setattr(gpu_one_rank, "DEPTHS", (1, 2))
-    run, done = subprocess.run, []
+    monkeypatch.setattr(gpu_one_rank, "LENGTHS", (1,))
+    row, failed = gpu_one_rank.measure(device="cpu", tokens=16, steps=1)["rows"]
+    assert row["tokens"] == 16 and row["step_s_median_scaled"] and "error" not in json.dumps(row)
+    assert [case["layers"] for case in failed["measured"]] == [1, 2]
+    assert "transport" in failed["measured"][0]["error"] and "peak_bytes_scaled" not in failed
 
-    def run_first(command, **options):  # the other depth fails alike, and each takes seconds to load torch
-        done.append(done[0] if done else run(command, **options))
-        return done[-1]
 
-    monkeypatch.setattr(subprocess, "run", run_first)
-    (row,) = gpu_one_rank.measure(device="cpu", tokens=8, steps=1)["rows"]
-    assert [case["layers"] for case in row["measured"]] == [1, 2]
-    assert "transport" in row["measured"][0]["error"] and "peak_bytes_scaled" not in row
+def test_parts_of_a_step_are_measured_each_by_itself(warm):
+    import gpu_parts
+
+    found = gpu_parts.measure(device="cpu", tokens=16, steps=1)
+    assert [row["visits"] for row in found["weight_gradients"]] == [1, 2, 4, 8]
+    assert [row["heads"] for row in found["attention"]] == [32, 8, 4] and found["attention"][0]["of_all"] == 1
+    assert [row["way"] for row in found["beside"]] == ["alone"]  # others need a stream
+    assert {row["call"] for row in found["host"]} == {"product", "small kernel", "copy"}
+    (row,) = found["first_values"]
+    assert row["device"] == "cpu" and row["same_in_bfloat16"] == 1 and row["numbers"] > 0
 
 
 def test_ranks_that_share_are_exact():

@@ -1,6 +1,7 @@
 """Peer memory of one rank alone: its own window is every peer's, and every signal is one to itself.
 
 It gives the operations, copies and host calls of one rank of a symmetric ring without the others; values mean nothing.
+On a GPU its lanes are the streams that a ring has there, so that copies run beside products; they cross no link.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import add_to_each
+from rotorch.comm.transports.peer_memory import CudaLane, Lane
 
 
 class NullLane:
@@ -49,16 +51,32 @@ class NullLane:
     def wait_signal(self, peer: int, *, channel: int) -> None:
         self.num_calls += 1
 
+    def running(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class _OwnSignals:
+    """Signals of a rank to itself: each is a kernel that writes a flag, and waits for nobody."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flag = torch.zeros((), dtype=torch.int32, device=device)
+
+    def put_signal(self, peer: int, channel: int) -> None:
+        self._flag.fill_(1)
+
+    def wait_signal(self, peer: int, channel: int) -> None:
+        self._flag.fill_(0)
+
 
 class NullPeerMemory:
-    """A `PeerMemory` without peers, on CPU.
+    """A `PeerMemory` without peers.
 
     Args:
         mesh: the ring.
         device: of this rank.
         numel: elements of the window.
         dtype: of the window.
-        copy_engine: makes a block for copies, which on a GPU a copy engine makes.
+        copy_engine: makes a block for copies on CPU, which on a GPU a copy engine makes.
     """
 
     def __init__(
@@ -72,24 +90,34 @@ class NullPeerMemory:
     ) -> None:
         self._device = device
         self.window = torch.empty(numel, dtype=dtype, device=device)
-        self.compute, self.fetches, self.hops = (NullLane(copy_engine) for _ in range(3))
+        self._lanes = [NullLane(copy_engine) for _ in range(3)]
+        self.compute, self.fetches, self.hops = list[Lane](self._lanes)
+        if device.type == "cuda":
+            signals, streams = _OwnSignals(device), (None, *(torch.cuda.Stream(device, priority=-1) for _ in range(2)))
+            self.compute, self.fetches, self.hops = (CudaLane(signals, device, stream) for stream in streams)
 
     @property
     def num_calls(self) -> int:
-        """Calls of all lanes."""
-        return sum(lane.num_calls for lane in (self.compute, self.fetches, self.hops))
+        """Calls of all lanes, on CPU."""
+        return sum(lane.num_calls for lane in self._lanes)
 
     def of_peer(self, rank: int, start: int, numel: int) -> Tensor:
         return self.window[start : start + numel]
 
     def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        made = torch.empty(numel, dtype=dtype, device=self._device)
+        for lane in (self.fetches, self.hops):
+            if isinstance(lane, CudaLane):
+                made.record_stream(lane.stream)
+        return made
 
     def clear(self, channels: range) -> None:
-        self.compute.num_calls += 1
+        self._lanes[0].num_calls += 1
 
     def barrier(self) -> None:
-        self.compute.num_calls += 1
+        self._lanes[0].num_calls += 1
 
     def reached(self, mark: Any, *, timeout_s: float) -> bool:
+        if isinstance(mark, torch.cuda.Event):
+            mark.synchronize()
         return True
