@@ -86,6 +86,7 @@ class RingSetup:
         dtype: of all slices at home and of gradients.
         device: where slices lie.
         wire_dtype: of visiting slices, if it is another one (see [Note: precision]).
+        hop_dtype: of gradients under way, if it is another one; transports that move none have no use for it.
         timeout_s: a rank that is later than this counts as gone.
         later_parts: items that are parts of the slice of which the item before has the part before: at home they begin
             where that one ends.
@@ -96,6 +97,7 @@ class RingSetup:
     dtype: torch.dtype
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     wire_dtype: torch.dtype | None = None
+    hop_dtype: torch.dtype | None = None
     timeout_s: float = 600.0
     later_parts: Collection[int] = ()
 
@@ -147,7 +149,7 @@ class Ring(ABC):
         self.position = position = setup.mesh.get_local_rank()
         self.numels = [tuple(n) for n in setup.numels]
         self.dtype = setup.dtype
-        self.wire_dtype = setup.wire_dtype or setup.dtype
+        self.wire_dtype, self.hop_dtype = setup.wire_dtype or setup.dtype, setup.hop_dtype or setup.dtype
         self.fresh = [True] * len(self.numels)
         """Per item: True if nothing has been added to its gradients in this step."""
         self._deferred: list[DeferredAdd] = []

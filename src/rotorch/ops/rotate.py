@@ -234,7 +234,14 @@ class SliceGradient:
         if self._fresh[number]:
             self._views[number].zero_()
             self._fresh[number] = False
-        add_rows(self._views[number], ids_B, grad_BD, rows=rows)
+        view = self._views[number]
+        if view.dtype == self._unit.ring.dtype:
+            add_rows(view, ids_B, grad_BD, rows=rows)
+            return
+        # In the precision of hops each token would round the sum of its row.
+        sums = torch.zeros_like(view, dtype=self._unit.ring.dtype)
+        add_rows(sums, ids_B, grad_BD, rows=rows)
+        view.add_(sums)
 
     def pass_on(self) -> None:
         """Makes additions that came too early, and sends the sum on; this rank has added all its parts."""

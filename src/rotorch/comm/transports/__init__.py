@@ -41,6 +41,7 @@ def make_ring(
     dtype: torch.dtype,
     device: torch.device,
     wire_dtype: torch.dtype | None = None,
+    hop_dtype: torch.dtype | None = None,
     fp8: bool = False,
     buffering: str = "out_of_place",
     ahead: int = 1,
@@ -61,6 +62,7 @@ def make_ring(
         dtype: of all slices at home, and of gradients.
         device: where slices lie.
         wire_dtype: of visiting slices, if another one.
+        hop_dtype: of sums of gradients that are sent, if another one; out of place.
         fp8: messages carry slices in eight bits.
         buffering: of messages: "out_of_place", or "in_place" (see hopping.py). Where slices are read from their homes'
             memory there is nothing to buffer.
@@ -80,7 +82,13 @@ def make_ring(
                 "Write transport=auto"
             )
     setup = RingSetup(
-        mesh, numels, dtype, device=device, wire_dtype=wire_dtype, timeout_s=group_timeout_s(mesh, device=device)
+        mesh,
+        numels,
+        dtype,
+        device=device,
+        wire_dtype=wire_dtype,
+        hop_dtype=hop_dtype,
+        timeout_s=group_timeout_s(mesh, device=device),
     )
     in_parts = replace(setup, numels=numels_in_parts or numels, later_parts=later_parts)
     if transport in ("auto", "symmetric_memory") and device.type == "cuda" and mesh.size() > 1:

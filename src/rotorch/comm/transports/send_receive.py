@@ -62,7 +62,7 @@ class SendReceiveRing(MessageRing):
 
     def __init__(self, setup: RingSetup, *, wire: Wire | None = None, ahead: int = 1, room: int | None = None) -> None:
         super().__init__(setup, wire=wire)
-        dtype, device = setup.dtype, setup.device
+        device = setup.device
         wire, largest = self._wire, room or self._largest
         length, travels = wire.length(largest), self.size > 1
         if ahead > 1 and not wire.as_at_home:
@@ -74,7 +74,9 @@ class SendReceiveRing(MessageRing):
         self._message = torch.empty(to_send, dtype=wire.message_dtype, device=device)
         """The message of this rank's slice, where that is not the home slice itself."""
         self._message_item: int | None = None
-        self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
+        self._gradient_slots = [
+            torch.empty(largest if travels else 0, dtype=self.hop_dtype, device=device) for _ in range(2)
+        ]
         self._hops: list[Exchange | None] = [None, None]
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
         self._pending_add: _PendingAdd | None = None

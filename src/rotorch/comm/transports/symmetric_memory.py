@@ -58,6 +58,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rotorch._torch_private import copy_each
@@ -126,7 +127,8 @@ class SymmetricMemoryRing(Ring):
         starts = [self._layout([self._words(sizes[rank]) for sizes in self.numels]) for rank in range(n)]
         largest = max((groups.room for groups in self._groups), default=0) if n > 1 else 0
         inbox = max(ends[-1] for ends in starts)  # windows are equally large, slices may not be
-        self._memory = memory = make_memory(mesh=mesh, device=device, numel=max(inbox + largest, 1), dtype=dtype)
+        sums = self._words(largest, self.hop_dtype)
+        self._memory = memory = make_memory(mesh=mesh, device=device, numel=max(inbox + sums, 1), dtype=dtype)
         self._homes = [
             [
                 self._as_visitor(memory.of_peer(rank, start, self._words(sizes[rank])), sizes[rank])
@@ -145,15 +147,15 @@ class SymmetricMemoryRing(Ring):
             home_starts = self._layout([sizes[r] for sizes in self.numels])
             masters = memory.empty(home_starts[-1], dtype=dtype)
             self._home_weights = [masters[s : s + sizes[r]] for s, sizes in zip(home_starts, self.numels, strict=False)]
-        self._inbox = memory.window[inbox : inbox + largest]
-        self._inboxes = [memory.of_peer(rank, inbox, largest) for rank in range(n)]
+        self._inbox = memory.window[inbox : inbox + sums].view(self.hop_dtype)[:largest]
+        self._inboxes = [memory.of_peer(rank, inbox, sums).view(self.hop_dtype)[:largest] for rank in range(n)]
         self._home_gradients = ComingGradients(
             [sizes[r] for sizes in self.numels],
             later_parts=setup.later_parts,
             make=partial(memory.empty, dtype=dtype),
         )
         self._slots = [memory.empty(largest, dtype=self.wire_dtype) for _ in range(2)]
-        self._parts = [memory.empty(largest, dtype=dtype) for _ in range(2)]
+        self._parts = [memory.empty(largest, dtype=self.hop_dtype) for _ in range(2)]
         together = {item: groups.count for item, groups in enumerate(self._groups) if groups.per_visit > 1}
         self._passes = Passes(size=n, num_visits=together)
         self._copies: dict[tuple[int, int, int], tuple[list[Tensor], list[Tensor]]] = {}
@@ -179,9 +181,9 @@ class SymmetricMemoryRing(Ring):
             starts.append(end if item + 1 in self._later_parts else -(-end // step) * step)
         return starts
 
-    def _words(self, numel: int) -> int:
-        """Elements of a window, which has `dtype`, that a slice takes as it visits."""
-        return -(-numel * self.wire_dtype.itemsize // self.dtype.itemsize)
+    def _words(self, numel: int, dtype: torch.dtype | None = None) -> int:
+        """Elements of a window, which has the ring's `dtype`, that a slice takes as it visits, or a sum in `dtype`."""
+        return -(-numel * (dtype or self.wire_dtype).itemsize // self.dtype.itemsize)
 
     def _as_visitor(self, words: Tensor, numel: int) -> Tensor:
         return words.view(self.wire_dtype)[:numel] if self._converts else words
@@ -365,8 +367,14 @@ class SymmetricMemoryRing(Ring):
                 hops.copy([c.at_home(inbox) for c in theirs], [c.in_visit(gradient) for c in theirs])
                 hops.signal(rank, channel=came)
         if own:
-            add = hops.copy if self.fresh[item] else hops.add
-            add([c.at_home(home) for c in own], [c.in_visit(gradient) for c in own])
+            parts = [c.at_home(home) for c in own], [c.in_visit(gradient) for c in own]
+            if not self.fresh[item]:
+                hops.add(*parts)
+            elif self.hop_dtype == self.dtype:
+                hops.copy(*parts)
+            else:
+                with hops.running():  # a kernel: copy engines convert nothing
+                    copy_each(*parts)
             for number, rank in enumerate(groups.neighbours):
                 hops.wait_signal(rank, channel=came)
                 hops.add([home], [self._inbox[number * home.numel() : (number + 1) * home.numel()]])

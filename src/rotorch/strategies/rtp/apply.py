@@ -260,6 +260,7 @@ def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tu
         dtype=_one_dtype(visiting, parameters),
         device=setup.device,
         wire_dtype=wire_dtype,
+        hop_dtype=None if strategy.hops is None else getattr(torch, strategy.hops),
         fp8=strategy.wire == "fp8",
         buffering=strategy.buffering,
         ahead=strategy.ahead,

@@ -59,11 +59,11 @@ Around another strategy (`rtp=a,megatron=b`)
 
 Precision
     Where a pass computes in bfloat16 (`compute`: under autocast, or with `param_dtype`), slices visit and travel in it:
-    half the bytes. Masters, gradients and their hops stay in float32. No copy in bfloat16 is kept: over messages
-    there is a third slot, from which slices are sent, over shared memory one, into which a visit converts. In place it
-    is a copy that travels, in one slot, and the masters stay. Only over symmetric memory each rank keeps a copy, in the
-    window that others read: half of its slices again. `wire=fp8`, over messages: slices travel in eight bits, with a
-    scale for every 128 of them (`comm/fp8.py`).
+    half the bytes. Masters and gradients stay in float32, as do their hops without `hops`. No copy in bfloat16 is kept:
+    over messages there is a third slot, from which slices are sent, over shared memory one, into which a visit
+    converts. In place it is a copy that travels, in one slot, and the masters stay. Only over symmetric memory each
+    rank keeps a copy, in the window that others read: half of its slices again. `wire=fp8`, over messages: slices
+    travel in eight bits, with a scale for every 128 of them (`comm/fp8.py`).
 
 Deviations
     Slices are taken from their home instead of being handed on: the same order and volume, but weights never leave
@@ -124,6 +124,8 @@ class RTP(OneAxis):
             (core/visits_by_size.py). By default every slice comes by itself on CPU; between GPUs it is `size`, in slots
             of single slices, but where backward runs units again.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
+        hops: "bfloat16": sums of gradients travel in it, over messages out of place and symmetric memory: half the
+            bytes, and a rounding at each rank. A rank's own gradients keep the weights' precision, and add up in it.
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
         exchange: among neighbours that share a batch. "gather": each gets the keys and values that its own tokens
@@ -154,6 +156,7 @@ class RTP(OneAxis):
     ahead: Annotated[int, Field(ge=1, le=4)] = 1
     visits: PositiveInt | None = None
     wire: Literal["fp8"] | None = None
+    hops: Literal["bfloat16"] | None = None
     context: PositiveInt = 1
     exchange: Literal["gather", "heads"] = "gather"
     memory: str | None = None
@@ -241,11 +244,12 @@ class RTP(OneAxis):
         kept = 2 * home if in_stage(unit).borrowed else 0
         visits = visits_of(unit, num_slices=n)
         m = n // visits  # slices that come at once
-        slots = self._slots_bytes(largest, together=m, itemsize=unit.weights[0].itemsize)
+        itemsize = unit.weights[0].itemsize
+        slots = self._slots_bytes(largest, together=m, itemsize=itemsize)
         if self.transport == "shared_memory" or n == 1:
             return Layout(resident_bytes=home, transient_bytes=slots, slots_bytes=slots, padding_bytes=kept)
-        messages = [sum(self._message_bytes(p, itemsize=unit.weights[0].itemsize) for p in each) for each in parts]
-        copies = self._copies_travel(unit.weights[0].itemsize)
+        messages = [sum(self._message_bytes(p, itemsize=itemsize) for p in each) for each in parts]
+        copies = self._copies_travel(itemsize)
         in_forward, in_backward = self._weights_sent(unit, messages, position=position, copies=copies)
         num_hops = unit.uses if unit.trained_bytes else 0  # of gradients; frozen units are frozen whole
         hopped = sum(slices) - home
@@ -267,7 +271,7 @@ class RTP(OneAxis):
                 first = position // m * m
                 neighbours = sum(self._num_flat_chunks(unit, k) for k in range(first, first + m) if k != position)
                 hops = visits - 1 + neighbours
-        hopped, hops = hopped * num_hops, hops * num_hops
+        hopped, hops = self._hop_bytes(hopped, itemsize=itemsize) * num_hops, hops * num_hops
         transfers: tuple[Transfer, ...]
         if self.transport == "symmetric_memory":
             transfers = (
@@ -283,14 +287,14 @@ class RTP(OneAxis):
             )
         padding = largest - home if self._in_place and not copies else 0
         if self.transport == "symmetric_memory" and copies:  # see [Note: staged] in comm/transports/symmetric_memory.py
-            padding = self._visiting_bytes(home, itemsize=unit.weights[0].itemsize)
+            padding = self._visiting_bytes(home, itemsize=itemsize)
         return Layout(
             resident_bytes=home,
             transient_bytes=slots,
             transfers=transfers,
             slots_bytes=slots,
             padding_bytes=padding + kept,
-            outbox_bytes=self._outbox_bytes(largest, itemsize=unit.weights[0].itemsize),
+            outbox_bytes=self._outbox_bytes(largest, itemsize=itemsize),
         )
 
     def keeps_copies(self, unit: Unit) -> bool:
@@ -306,6 +310,10 @@ class RTP(OneAxis):
 
     def _visiting_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
         return slice_bytes if self.compute is None else slice_bytes // itemsize * _COMPUTE_ITEMSIZE
+
+    def _hop_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
+        """Bytes of a slice's gradient under way."""
+        return slice_bytes if self.hops is None else slice_bytes // itemsize * _COMPUTE_ITEMSIZE
 
     def _message_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
         """Bytes that carry a slice."""
@@ -324,12 +332,13 @@ class RTP(OneAxis):
         message = self._message_bytes(largest, itemsize=itemsize)
         unpacked = visiting if self.wire == "fp8" else 0
         copies, travels = self._copies_travel(itemsize), self.size > 1
+        hop = self._hop_bytes(largest, itemsize=itemsize)
         if self.transport == "shared_memory":
             return visiting if copies else 0
         if not travels and not copies:
             return 0
         if self.transport == "symmetric_memory" and travels:
-            return together * (2 * visiting + 3 * largest)  # two for weights; two for gradients, and the inbox
+            return together * (2 * visiting + 3 * hop)  # two for weights; two for gradients, and the inbox
         if self.transport == "hierarchical" and travels:
             return (self.ahead + 1 + sum_slots(self.hosts) + 1) * largest
         to_send = self._outbox_bytes(largest, itemsize=itemsize)
@@ -337,7 +346,7 @@ class RTP(OneAxis):
             hops = bounce_bytes(message) + largest + bounce_bytes(largest) if travels else 0
             return to_send + unpacked + hops
         under_way = 1 if self.wire == "fp8" else self.ahead + 1
-        return together * (under_way * message + (2 * largest if travels else 0)) + unpacked + to_send
+        return together * (under_way * message + (2 * hop if travels else 0)) + unpacked + to_send
 
     def _num_flat_chunks(self, unit: Unit, index: int) -> int:
         """Messages that carry a slice: one per part, or one per block of each weight where slices lie side by side."""
@@ -431,6 +440,13 @@ class RTP(OneAxis):
                 "out"
             )
 
+    def _refuse_hops(self, *, because: str) -> None:
+        if self.hops is not None and self.size > 1:
+            raise ConfigError(
+                f"{self.kind}: hops={self.hops} is for messages out of place and symmetric memory, not for {because}. "
+                f"Write {self.kind}={self.size}[hops={self.hops},transport=send_receive], or leave hops out"
+            )
+
     def without_idle_options(self) -> Self:
         idle: dict[str, object] = {} if self.context > 1 else {"exchange": "gather"}
         if self.transport not in ("auto", "send_receive"):
@@ -470,6 +486,7 @@ class RTP(OneAxis):
             )
         if device_type == "cpu" and self.transport == "auto":
             self._refuse_visits(because="transport=auto")
+            self._refuse_hops(because="transport=auto on CPU")
         if device_type == "cpu" or self.visits is not None or self._comes_one_by_one or self.recomputes_units:
             return self
         # Between GPUs slices pass through slots, whichever way: in those of single slices several small ones have room.
@@ -491,6 +508,10 @@ class RTP(OneAxis):
                 "many ranks, more than one. Write a multiple of the hosts, or transport=send_receive"
             )
         self._check_visits()
+        if self.transport in ("shared_memory", "hierarchical"):
+            self._refuse_hops(because=f"transport={self.transport}")
+        if self._in_place:
+            self._refuse_hops(because=f"buffering={self.buffering}")
         if self.wire is not None and self.transport != "send_receive":
             raise ConfigError(
                 f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "
