@@ -19,7 +19,7 @@ class Notes(list):
 
     def __init__(self):
         super().__init__()
-        self.current = "compute"
+        self.current, self.num_changes = "compute", 0
 
     def note(self, *what):
         self.append((self.current, *what))
@@ -29,11 +29,18 @@ class Stream:
     def __init__(self, notes, name):
         self.notes, self.name = notes, name
 
-    def record_event(self):
-        return f"{self.name} {len(self.notes)}"
-
     def wait_event(self, event):
-        self.notes.append((self.name, "waits for", event.split()[0]))
+        self.notes.append((self.name, "waits for", event.recorded_on))
+
+
+class Event:
+    made = 0
+
+    def __init__(self):
+        Event.made += 1
+
+    def record(self, stream):
+        self.recorded_on = stream.name
 
 
 class Handle:
@@ -72,6 +79,7 @@ def cuda(monkeypatch):
     @contextmanager
     def stream(chosen):
         before, notes.current = notes.current, chosen.name
+        notes.num_changes += 1
         yield
         notes.current = before
 
@@ -84,6 +92,8 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(notes, next(names)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(Event, "made", 0)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: notes.note("used on", stream.name))
     monkeypatch.setattr(peer_memory, "why_no_peer_memory", lambda mesh, device: "")
     monkeypatch.setattr(peer_memory, "any_rank", lambda flag, mesh: flag)
@@ -136,8 +146,34 @@ def test_each_lane_works_on_its_stream_and_waits_without_a_timeout(cuda):
 def test_the_host_waits_for_an_event_so_long_and_no_longer(cuda):
     memory = make()
     asked = iter([False, False, True])
-    assert memory.reached(SimpleNamespace(query=lambda: next(asked)), timeout_s=5.0)
-    assert not memory.reached(SimpleNamespace(query=lambda: False), timeout_s=0.01)
+    for query, comes, timeout_s in ((lambda: next(asked), True, 5.0), (lambda: False, False, 0.01)):
+        mark = SimpleNamespace(event=SimpleNamespace(query=query))
+        assert memory.reached(mark, timeout_s=timeout_s) == comes
+
+
+def test_a_lane_that_is_open_changes_the_stream_once(cuda):
+    memory = make()
+    for lane, changes in ((memory.hops, 1), (memory.compute, 0)):
+        cuda.notes.num_changes = 0
+        with lane.open():
+            lane.signal(1, channel=3)
+            lane.copy([torch.zeros(2)], [torch.ones(2)])
+            lane.add([torch.zeros(2)], [torch.ones(2)])
+        assert cuda.notes.num_changes == changes
+    memory.hops.signal(1, channel=3)
+    assert {name for name, *_ in cuda.notes} == {"hops", "compute"} and cuda.notes[-1][0] == "hops"
+    assert cuda.notes.current == "compute"
+
+
+def test_an_event_is_recorded_again_once_nobody_can_wait_for_it(cuda):
+    memory = make()
+    first = memory.hops.mark()
+    kept = first.event
+    second = memory.hops.mark()
+    assert second.event is not kept and Event.made == 2
+    del first
+    third = memory.hops.mark()
+    assert third.event is kept and Event.made == 2
 
 
 @pytest.mark.parametrize("fails", ["symmetric_empty", "symmetric_rendezvous"])

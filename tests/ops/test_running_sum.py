@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from rotorch.core.errors import ConfigError
 from rotorch.ops import running_sum
 from rotorch.ops.running_sum import OutputSum, RunningSum, add_product
 
@@ -56,6 +57,15 @@ def test_a_layer_whose_output_is_the_slices_adds_to_the_sum():
     assert total._has_added is False and total._adds == 1
 
 
+def test_slices_after_the_second_add_in_place():
+    """The first one's output is its graph's, and the second's sum would be lost if its slice ran again."""
+    total, places = OutputSum(), []
+    for a, b in parts(4):
+        assert total.take(layer(total, 1, a, b))
+        places.append(total.value.data_ptr())
+    assert places[0] != places[1] == places[2] == places[3]
+
+
 @pytest.mark.parametrize("behind", [lambda y: 2 * y, lambda y: y.mul_(2)])
 def test_where_something_comes_behind_the_layer_after_all_the_slice_runs_again(behind):
     total, given, runs = OutputSum(), parts(4), 0
@@ -63,11 +73,23 @@ def test_where_something_comes_behind_the_layer_after_all_the_slice_runs_again(b
         while True:
             runs += 1
             y = layer(total, 1, a, b)
-            if total.take(behind(y) if number >= 2 else y):
+            if total.take(behind(y) if number >= 1 else y):
                 break
-    expected = sum(a @ b for a, b in given[:2]) + 2 * sum(a @ b for a, b in given[2:])
+    expected = sum(a @ b for a, b in given[:1]) + 2 * sum(a @ b for a, b in given[1:])
     torch.testing.assert_close(total.value, expected)
     assert runs == 5  # one slice again, and from then on the layer adds to nothing
+
+
+@pytest.mark.parametrize("behind", [lambda y: 2 * y, lambda y: y.mul_(2)])
+def test_a_module_that_goes_by_values_is_refused_once_slices_add_in_place(behind):
+    total, given = OutputSum(), parts(3)
+    for a, b in given[:2]:
+        assert total.take(layer(total, 1, a, b))
+    (a, b) = given[2]
+    y = layer(total, 1, a, b)
+    assert y.data_ptr() == total.value.data_ptr()
+    with pytest.raises(ConfigError, match="its forward goes by values"):
+        total.take(behind(y))
 
 
 @pytest.mark.parametrize("behind", [lambda y: 2 * y, lambda y: y.mul_(2)])

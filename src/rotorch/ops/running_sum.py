@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rotorch.core.errors import ConfigError
+
 _WIDENS = ("cuda",)
 """Devices on which torch has products of bfloat16 and float16 with sums in float32 (`out_dtype`)."""
 
@@ -62,7 +64,8 @@ class OutputSum(RunningSum):
 
     If the output of the first slice is that of a linear layer, the layer's product adds to the sum in the slices after
     it. What a slice returns is looked at each time: where something comes behind the layer after all, the slice has to
-    run again, and the layer no longer adds.
+    run again, and the layer no longer adds. So the second slice adds to a copy of the sum; those after it, which ran as
+    well as it did, add in place, as no library of products adds to a sum of its own without copying it first.
     """
 
     def __init__(self) -> None:
@@ -70,13 +73,20 @@ class OutputSum(RunningSum):
         self._adds: int | None = None
         self._last: tuple[int, Tensor, int] | None = None
         self._has_added = False
+        self._is_proven = False
+        """True once a slice has added, and returned just that."""
 
     def product(self, number: int, x: Tensor, weight_OI: Tensor) -> Tensor | None:
         """The sum and layer `number`'s product, if this layer adds to it; else None."""
         if number != self._adds or self.value is None or not self.value.dtype == x.dtype == weight_OI.dtype:
             return None
         self._has_added = True
-        return self.plus_product(x, weight_OI.t())
+        if not self._is_proven or not self.value.is_contiguous():
+            return self.plus_product(x, weight_OI.t())
+        # An alias that counts versions of its own: what the slices before it returned is nobody's any more.
+        total = self.value.data
+        total.view(-1, weight_OI.shape[0]).addmm_(x.reshape(-1, x.shape[-1]), weight_OI.t())
+        return total
 
     def note(self, number: int, output: Tensor) -> None:
         """Notes the output of layer `number`."""
@@ -88,10 +98,15 @@ class OutputSum(RunningSum):
         last, self._last, has_added, self._has_added = self._last, None, self._has_added, False
         unchanged = last is not None and last[1] is output and last[2] == output._version
         if has_added:
+            if not unchanged and self._is_proven:
+                raise ConfigError(
+                    "rtp: a module returns the product of its last layer for some slices of its weights, and something "
+                    "else for others: its forward goes by values. Give its weights no role in the plan"
+                )
             if not unchanged:
                 self._adds = None
                 return False
-            self.value = output.detach()
+            self.value, self._is_proven = output.detach(), True
             return True
         if self.value is None and last is not None and unchanged:
             self._adds = last[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import add_to_each
-from rotorch.comm.transports.peer_memory import CudaLane, Lane
+from rotorch.comm.transports.peer_memory import CudaLane, CudaMark, Lane
 
 
 class NullLane:
@@ -50,6 +50,9 @@ class NullLane:
 
     def wait_signal(self, peer: int, *, channel: int) -> None:
         self.num_calls += 1
+
+    def open(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def running(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -118,6 +121,6 @@ class NullPeerMemory:
         self._lanes[0].num_calls += 1
 
     def reached(self, mark: Any, *, timeout_s: float) -> bool:
-        if isinstance(mark, torch.cuda.Event):
-            mark.synchronize()
+        if isinstance(mark, CudaMark):
+            mark.event.synchronize()
         return True

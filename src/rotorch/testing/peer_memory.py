@@ -92,6 +92,7 @@ class FakeLane:
     # ------------------------------------------------------------- what a ring calls
 
     def mark(self) -> FakeMark:
+        self._memory.check_open(self)
         made = FakeMark(self, self._given, dict(self.clock))
         self.clock[self.name] += 1
         return made
@@ -135,6 +136,15 @@ class FakeLane:
         self._give(_Work(lambda: bool(flags[peer]), run))
 
     @contextmanager
+    def open(self) -> Iterator[None]:
+        """Within the block nothing but this lane is given work."""
+        before, self._memory.open_lane = self._memory.open_lane, self
+        try:
+            yield
+        finally:
+            self._memory.open_lane = before
+
+    @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block, operations of this process are this lane's."""
         self._memory.drive(self.mark())
@@ -169,6 +179,7 @@ class FakeLane:
         return self.run_one()
 
     def _give(self, work: _Work) -> None:
+        self._memory.check_open(self)
         self._given += 1
         self._work.append(work)
         if self.name == "compute":
@@ -219,6 +230,8 @@ class FakePeerMemory:
         self.window = self._windows[self.rank]
         self.compute, self.fetches, self.hops = (FakeLane(self, name) for name in ("compute", "fetches", "hops"))
         self.process = self.compute
+        self.open_lane: FakeLane | None = None
+        """The lane that alone is given work, if one is (`Lane.open`)."""
         """The lane whose work this process does."""
         self._accesses: dict[int, list[_Access]] = defaultdict(list)
         self._mine: set[int] = set()
@@ -345,7 +358,13 @@ class FakePeerMemory:
     def compute_uses(self, tensor: Tensor, *, writes: bool) -> None:
         """The model reads or writes a tensor at this moment."""
         if self._is_watched:
+            self.check_open(self.process)
             self.note(self.process, tensor, writes=writes)
+
+    def check_open(self, lane: FakeLane) -> None:
+        """Raises `OutOfOrder` if another lane has been opened: on a GPU its stream would be the current one."""
+        if self.open_lane not in (None, lane):
+            raise OutOfOrder(f"rank {self.rank}: {lane.name} is used within a block of {self.open_lane.name}")
 
 
 def _extent(tensor: Tensor) -> int:

@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +60,9 @@ class Lane(Protocol):
     def wait_signal(self, peer: int, *, channel: int) -> None:
         """Holds back later operations until `peer` has signalled, and takes the signal."""
 
+    def open(self) -> AbstractContextManager[Any]:
+        """Within the block this lane is given several of these, and nothing else is given to the device."""
+
     def running(self) -> AbstractContextManager[Any]:
         """Within the block, what this process gives the device runs on this lane, behind all that it was given."""
 
@@ -95,37 +98,65 @@ class PeerMemory(Protocol):
         """Waits on the host until all before `mark` have run; returns False if that takes longer than `timeout_s`."""
 
 
+class CudaMark:
+    """A recorded event. Its memory of the driver is used again once nobody can ask for it any more."""
+
+    __slots__ = ("_unused", "event")
+
+    def __init__(self, stream: torch.cuda.Stream, unused: list[torch.cuda.Event]) -> None:
+        self.event, self._unused = unused.pop() if unused else torch.cuda.Event(), unused
+        self.event.record(stream)
+
+    def __del__(self) -> None:
+        # Waits that were queued on it go by what it was recorded for, also when it is recorded again.
+        self._unused.append(self.event)
+
+
 class CudaLane:
-    """A CUDA stream, or whichever is current."""
+    """A CUDA stream, or whichever is current. Changing the current one costs the host as much as a launch."""
 
     def __init__(self, handle: Any, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self._handle, self._device, self._own = handle, device, stream
+        self._is_open = False
+        self._unused: list[torch.cuda.Event] = []
 
     @property
     def stream(self) -> torch.cuda.Stream:
         return self._own or torch.cuda.current_stream(self._device)
 
-    def mark(self) -> torch.cuda.Event:
-        return self.stream.record_event()
+    def mark(self) -> CudaMark:
+        return CudaMark(self.stream, self._unused)
 
-    def after(self, mark: torch.cuda.Event) -> None:
-        self.stream.wait_event(mark)
+    def after(self, mark: CudaMark) -> None:
+        self.stream.wait_event(mark.event)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        if self._own is None or self._is_open:
+            yield
+            return
+        self._is_open = True
+        try:
+            with torch.cuda.stream(self._own):
+                yield
+        finally:
+            self._is_open = False
 
     def copy(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        with torch.cuda.stream(self.stream):
+        with self.open():
             for target, source in zip(to, sources, strict=True):  # all at once would be a kernel, not copy engines
                 target.copy_(source, non_blocking=True)
 
     def add(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        with torch.cuda.stream(self.stream):
+        with self.open():
             add_to_each(to, sources)
 
     def signal(self, peer: int, *, channel: int) -> None:
-        with torch.cuda.stream(self.stream):
+        with self.open():
             self._handle.put_signal(peer, channel)
 
     def wait_signal(self, peer: int, *, channel: int) -> None:
-        with torch.cuda.stream(self.stream):
+        with self.open():
             self._handle.wait_signal(peer, channel)  # without a timeout, which would end the CUDA context
 
     def running(self) -> AbstractContextManager[Any]:
@@ -189,9 +220,9 @@ class CudaPeerMemory:
         with torch.cuda.stream(self.compute.stream):
             self._handle.barrier(0)
 
-    def reached(self, mark: torch.cuda.Event, *, timeout_s: float) -> bool:
+    def reached(self, mark: CudaMark, *, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not mark.query():
+        while not mark.event.query():
             if time.monotonic() > deadline:
                 return False
             time.sleep(1e-4)

@@ -330,19 +330,20 @@ class SymmetricMemoryRing(Ring):
         came, free = self._channels()
         # The part is added to and sent only once compute has made it.
         hops.after(self._memory.compute.mark())
-        # In the first visit of a pass this rank is the first to add: no sum has come to its inbox.
-        if numel and visit.number > 0:
-            hops.wait_signal(source, channel=came)
-            hops.add([buffer], [self._inbox[:numel]])
-        if not here:
-            if groups.numels[(visit.index + 1) % groups.count]:
-                hops.signal(source, channel=free)
-            if numel:
-                hops.wait_signal(to, channel=free)
-                hops.copy([self._inboxes[to][:numel]], [buffer])
-                hops.signal(to, channel=came)
-        elif not stays:
-            self._share_out(item, buffer)
+        with hops.open():
+            # In the first visit of a pass this rank is the first to add: no sum has come to its inbox.
+            if numel and visit.number > 0:
+                hops.wait_signal(source, channel=came)
+                hops.add([buffer], [self._inbox[:numel]])
+            if not here:
+                if groups.numels[(visit.index + 1) % groups.count]:
+                    hops.signal(source, channel=free)
+                if numel:
+                    hops.wait_signal(to, channel=free)
+                    hops.copy([self._inboxes[to][:numel]], [buffer])
+                    hops.signal(to, channel=came)
+            elif not stays:
+                self._share_out(item, buffer)
         if stays:
             self._home_summed[item] = hops.mark()
         else:
