@@ -32,7 +32,7 @@ from rotorch.hold.unused_weights import UnusedWeights
 from rotorch.mesh import batch_position, position_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.checks import refuse_float16
-from rotorch.models.compiled import begin_recorded
+from rotorch.models.compiled import backward_has_come, backward_is_to_come, begin_recorded
 from rotorch.models.hf import head_weights
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
@@ -311,7 +311,12 @@ class ParallelModel:
         ):
             unused = UnusedWeights(sharded, mesh=self.mesh)
             sharded.start()
-            total = sharded.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
+            try:
+                total = sharded.forward_backward(
+                    callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside)
+                )
+            finally:
+                self._has_come()
             counts = torch.tensor([unused.count(), sharded.order_hash], dtype=torch.float64)
             sums = torch.cat([total.cpu().view(1), counts, self.written_buffers.written()])
             self._status.micro_batch = 0
@@ -402,6 +407,8 @@ class ParallelModel:
         def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
             part = micro_batch if self._sequence is None else self._sequence.take(micro_batch)
             self.begin_recorded()
+            if self.recorded and torch.is_grad_enabled():
+                backward_is_to_come(self)  # a loss may call another model
             with self.forward_pass():
                 found: Any = loss(callee, part, num_targets)
                 if isinstance(found, tuple):
@@ -414,9 +421,15 @@ class ParallelModel:
         return loss_of
 
     def begin_recorded(self) -> None:
-        """Called where no backward of an earlier forward is to come: see `models/compiled.py`."""
+        """Called before each forward: see `models/compiled.py`."""
         if self.recorded:
+            self._has_come()
             begin_recorded()
+
+    def _has_come(self) -> None:
+        """Called when the backward of a micro-batch has run, or never will."""
+        if self.recorded:
+            backward_has_come(lambda of: of is self)
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
 from rotorch.models.checks import make_stateless, refuse_layerdrop, refuse_wrapped
-from rotorch.models.compiled import check_compiler
+from rotorch.models.compiled import check_compiler, check_mode
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.lora import base_of
@@ -95,8 +95,9 @@ def parallelize(
             at rest, gradients and their sums keep the module's own dtype.
         compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
             a kind. The first step takes long. "reduce-overhead", of rtp on GPUs with shapes that stay: each visit's
-            pass is recorded as a CUDA graph, too, and is one launch from the third micro-batch on. On CPU nothing is
-            recorded. No GPU has run this yet.
+            pass is recorded as a CUDA graph, too, and is one launch when each micro-batch of a step has been seen
+            twice. Each visit whose graph is kept copies its unit's input: best with `recompute=slice`. On CPU nothing
+            is recorded. No GPU has run this yet.
 
     On CPU, the process keeps freed memory from now on (`process/host_memory.py`), unless its allocator is set up by
     environment variables, and the threads that carry gloo's messages yield to computation
@@ -109,6 +110,7 @@ def parallelize(
     """
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
+    compile = check_mode(compile)
     if param_dtype is not None:
         _check_param_dtype(param_dtype, autocast_dtype=autocast_dtype)
     if compile:
@@ -255,7 +257,7 @@ def _check_context(module: nn.Module, strategies: Sequence[Strategy], *, compile
             "for fsdp, or recompute=slice for rtp"
         )
     if compile:
-        raise ConfigError("context: compile=True would trace through the exchange of keys and values. Leave it out")
+        raise ConfigError("context: compile would trace through the exchange of keys and values. Leave it out")
 
 
 def check_context_loss(module: nn.Module, loss: LossFn | None) -> None:

@@ -408,7 +408,7 @@ def test_a_model_whose_tokens_look_at_others_in_other_ways_is_refused(kind, more
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"compile": True}, "compile=True would trace through"),
+        ({"compile": True}, "compile would trace through"),
         ({"plan": {"model.layers.*.mlp.up_proj": "colwise"}}, "2 ranks, but there are 1"),
     ],
 )

@@ -171,7 +171,7 @@ def recorded(layout, accumulation, precision):
         losses = steps(model, accumulation, between=evaluate)
         recordings.begin()
         found = results(model, losses)
-    return *found, recordings.iterations[1:], recordings.num_graphs
+    return *found, recordings.iterations[1:]
 
 
 @pytest.fixture
@@ -202,9 +202,7 @@ def check(layout, accumulation, precision):
     rtol, atol = (1e-9, 1e-11) if not precision else (0.1, 0.01)
     before = run_ranks(plain, layout, accumulation, precision, num_ranks=size, timeout_s=240)
     after = run_ranks(recorded, layout, accumulation, precision, num_ranks=size, timeout_s=400)
-    for (losses, grads, values), (losses_2, grads_2, values_2, iterations, num_graphs) in zip(
-        before, after, strict=True
-    ):
+    for (losses, grads, values), (losses_2, grads_2, values_2, iterations) in zip(before, after, strict=True):
         assert losses_2 == pytest.approx(losses, rel=rtol)
         for name, grad in grads.items():
             torch.testing.assert_close(grads_2[name], grad, rtol=rtol, atol=atol)
@@ -215,7 +213,7 @@ def check(layout, accumulation, precision):
         # A micro-batch of a step finds everything where that of the step before did; those of one step may differ.
         assert len(again) <= accumulation
         assert any(where is not None for number, read in training[-1] for where in read)
-        assert len({number for number, _ in training[-1]}) < num_graphs
+        assert len({number for number, _ in training[-1]}) == 4  # of attention and MLP, forward and backward
 
 
 @pytest.mark.parametrize(("layout", "accumulation", "precision"), CASES)
@@ -267,6 +265,87 @@ def test_calls_in_a_loop_of_ones_own_keep_what_a_backward_is_to_read():
                 torch.testing.assert_close(step_2[name], grad, rtol=1e-9, atol=1e-11)
         # Where two backwards wait, or one, nothing begins: 1 iteration for such a step, 3 for the other one.
         assert num_iterations == 1 + 3 + 1
+
+
+def between(compiled, what):
+    """Gradients of a call, between which and its backward something else is asked, of this model or another one."""
+    recordings, models = Recordings(), []
+    layout = "rtp=2[transport=send_receive]"
+    for _ in range(2):
+        if compiled:
+            models.append(recorded_model(layout, recordings))
+        else:
+            with rotorch.on_meta():
+                module = causal_lm(config_from_dict(QWEN3, source="test")).double()
+            models.append(rotorch.parallelize(module, layout, device="cpu").materialize(seed=0))
+    model, other = models
+    first, second = batches(model, 2)
+
+    def loss_with_teacher(callee, batch, num_targets):
+        loss = callee(**batch).loss
+        with torch.no_grad():
+            factor = float(other(**batch).loss)
+        return loss * factor
+
+    with mock.patch.object(torch.compiler, "cudagraph_mark_step_begin", recordings.begin):
+        for _ in range(3):
+            model.module.zero_grad()
+            if what == "a teacher in the loss":
+                model.forward_backward([first, second], loss=loss_with_teacher)
+                continue
+            loss = model(**first).loss
+            if what == "evaluation":
+                model.evaluate(second)
+            elif what == "prediction":
+                model.predict({"input_ids": second["input_ids"]})
+            elif what == "a step of another model":
+                other.module.zero_grad()
+                other.forward_backward(second)
+            else:
+                with torch.no_grad():
+                    other(**second)
+            loss.backward()
+    grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
+    for each in models:
+        each.close()
+    return grads
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "evaluation",
+        "a teacher in the loss",
+        pytest.param("prediction", marks=pytest.mark.slow),
+        pytest.param("a call of another model", marks=pytest.mark.slow),
+        pytest.param("a step of another model", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_backward_is_to_read_outlives_passes_in_between(what):
+    before, after = (run_ranks(between, compiled, what, num_ranks=2, timeout_s=300) for compiled in (False, True))
+    for grads, grads_2 in zip(before, after, strict=True):
+        for name, grad in grads.items():
+            torch.testing.assert_close(grads_2[name], grad, rtol=1e-9, atol=1e-11)
+
+
+def test_passes_that_wait_for_a_backward_are_told_of(monkeypatch, caplog):
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    graph = torch.nn.Identity()  # in the place of a node of one
+    compiled_code.backward_is_to_come(graph)
+    for _ in range(10):
+        compiled_code.begin_recorded()
+    (warned,) = caplog.records
+    assert "8 passes have begun while the backward of an earlier one is to come" in warned.message and not begun
+    compiled_code.backward_has_come(lambda of: of is graph)
+    compiled_code.begin_recorded()
+    assert begun == [1]
+
+
+@pytest.mark.parametrize("mode", ["reduce_overhead", "max-autotune", 1, None])
+def test_another_mode_is_refused(mode):
+    with pytest.raises(ConfigError, match=r"compile=.*: write True, False or 'reduce-overhead'"):
+        rotorch.parallelize(torch.nn.Linear(2, 2), "rtp=2", device="cpu", compile=mode)
 
 
 def generated(compiled):

@@ -79,7 +79,7 @@ def test_checkpoints_go_into_other_layouts_and_come_from_them(tmp_path, warm):
     ("override", "said"),
     [
         ("data.sequence_length=1", "2 ranks share each sample (context). Write data.sequence_length=2 or more"),
-        ("train.compile=true", "train.compile = true would trace through the exchange of keys and values"),
+        ("train.compile=true", "train.compile would trace through the exchange of keys and values"),
         ('model.config.model_type=lfm2 model.config.layer_types=["conv"]', "cannot be computed so"),
     ],
 )

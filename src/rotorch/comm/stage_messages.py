@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import group_timeout, set_group_timeout
 from rotorch.comm.axis_group import Wait
+from rotorch.comm.transports.message_ring import new_group
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.pipelining.simulate import MOST_UNCLAIMED
 
@@ -84,9 +85,7 @@ class GroupConnections:
         self._upwards = self._downwards = mesh.get_group() if self._size > 1 else None
         if device.type != "cpu" and self._upwards is not None:
             timeout = group_timeout(self._upwards, device=device)
-            self._downwards = dist.new_group(
-                dist.get_process_group_ranks(self._upwards), timeout=timeout, use_local_synchronization=True
-            )
+            self._downwards = new_group(dist.get_process_group_ranks(self._upwards), timeout=timeout)
             # A group has a backend for each kind of device, with a timeout of its own.
             for carrier in (device, torch.device("cpu")):
                 set_group_timeout(self._downwards, timeout, device=carrier)

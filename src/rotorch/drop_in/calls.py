@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.cut_outputs import refuse_cut_outputs, refuse_cut_request
 from rotorch.hold.unused_weights import UnusedWeights
+from rotorch.models.compiled import backward_has_come, backward_is_to_come
 from rotorch.models.hf import head_weights
 from rotorch.models.nested import mapped
 from rotorch.ops.autocast_state import AutocastState
@@ -83,8 +84,6 @@ class PlainCalls:
         """Of the forward that runs: what tells sums over replicas how often a backward adds to a gradient."""
         self._uses_of: WeakKeyDictionary[Node, Counter[str]] = WeakKeyDictionary()
         """Those of each forward whose graph is there, by the node of its anchor."""
-        self._to_come: WeakSet[Node] = WeakSet()
-        """Of recorded forwards: anchors of those whose backward is to come, and which must keep their memory."""
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, part: nn.Module | None = None) -> Any:
         """Runs the module's forward, or that of a part of it, on this rank's own input; returns its output."""
@@ -125,8 +124,7 @@ class PlainCalls:
         sums, self._uses = model.sharded.early_sums, Counter(behind)
         self._uses[_PASSES] += 1
         noted = nullcontext() if sums is None else sums.forward(self._uses)
-        if not self._to_come:
-            model.begin_recorded()
+        model.begin_recorded()
         with _gradients_kept(model), model.unsharded(for_calls=True) as callee, model.forward_pass(), noted:
             with torch.no_grad():  # gradients are the backward's affair
                 model.sharded.start()
@@ -199,7 +197,7 @@ class PlainCalls:
         if self.model.sharded.early_sums is not None:
             self._uses_of[get_gradient_edge(anchor).node] = self._uses
         if self.model.recorded:
-            self._to_come.add(get_gradient_edge(anchor).node)
+            backward_is_to_come(get_gradient_edge(anchor).node)
         return anchor
 
     def _leave(self, tensor: Tensor, anchor: Tensor | None) -> Tensor:
@@ -259,8 +257,8 @@ class PlainCalls:
                 "in all weights' .grad at once. Call loss.backward() and read parameter.grad, after "
                 "requires_grad_(False) of weights that shall have none"
             )
-        for node in [node for node in self._to_come if will_be_run(node)]:
-            self._to_come.discard(node)
+        # That of inputs alone does not come to the weights.
+        backward_has_come(lambda of: of is anchor or (isinstance(of, Node) and will_be_run(of)))
         if self._backward is None:
             leaves_sums = self._meet_for_backward()
             uses = sum((uses for node, uses in self._uses_of.items() if will_be_run(node)), Counter[str]())

@@ -2,19 +2,21 @@
 
 [Note: CUDA graphs]
     With `"reduce-overhead"` torch also records what a compiled forward and its backward launch (`torch._inductor`'s
-    CUDA graph trees), and replays it where the same forwards run in the same order, on weights at the same addresses: a
-    launch for each visit, in place of one for each operator. So a ring takes its slots in the same order in every step.
-    What a graph returns is overwritten by the next micro-batch: outputs and gradients of a unit leave it in memory of
-    their own (`ops/rotate.py`), and a model says where a micro-batch begins (`begin_recorded`). No GPU has run it.
+    CUDA graph trees), and replays it where the same forwards run in the same order, on weights at the same addresses:
+    a launch for each visit, in place of one for each operator. So a ring takes its slots in the same order in every
+    step. What a graph returns is overwritten by the next pass of any model: outputs and gradients of a unit leave it
+    in memory of their own (`ops/rotate.py`), and models say where a pass begins (`begin_recorded`). No GPU has run it.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -23,10 +25,52 @@ from rotorch.core.compiling import RECORDED, Compile
 from rotorch.core.errors import ConfigError
 from rotorch.models.blocks import repeated_blocks
 
+_log = logging.getLogger(__name__)
+
+
+_to_come: WeakSet[Any] = WeakSet()
+"""What stands for recorded passes whose backward is to come: of all models, since graphs share their memory."""
+_MOST_WAITING = 8
+_num_waiting = 0
+
 
 def begin_recorded() -> None:
-    """Called before each micro-batch whose forwards are recorded: graphs may use the last one's memory again."""
-    torch.compiler.cudagraph_mark_step_begin()
+    """Called before each pass whose forwards are recorded: graphs may use the last one's memory again.
+
+    Nothing begins while the backward of a pass is to come, of whichever model.
+    """
+    global _num_waiting
+    if not _to_come:
+        _num_waiting = 0
+        torch.compiler.cudagraph_mark_step_begin()
+        return
+    _num_waiting += 1
+    if _num_waiting == _MOST_WAITING:
+        _log.warning(
+            "compile='reduce-overhead': %d passes have begun while the backward of an earlier one is to come. Each is "
+            "recorded anew and keeps its memory. Call models under torch.no_grad() where no backward follows",
+            _MOST_WAITING,
+        )
+
+
+def backward_is_to_come(of: Any) -> None:
+    """Notes a recorded pass, by a node of its graph or by its model: what it has kept must stay."""
+    _to_come.add(of)
+
+
+def backward_has_come(is_run: Callable[[Any], bool]) -> None:
+    """Forgets the passes for which `is_run` is true."""
+    for of in [of for of in _to_come if is_run(of)]:
+        _to_come.discard(of)
+
+
+def check_mode(compile: object) -> Compile:
+    """Returns the argument of `parallelize`; raises `ConfigError` if it is none of its values."""
+    if compile is True or compile is False:
+        return compile
+    if compile == RECORDED:
+        return RECORDED
+    raise ConfigError(f"compile={compile!r}: write True, False or {RECORDED!r}")
 
 
 def check_compiler(device_type: str) -> None:

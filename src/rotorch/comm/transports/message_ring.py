@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,8 @@ class MessageRing(Ring):
         self._weight_group, self._gradient_group = (
             message_group(setup.mesh.mesh.tolist(), timeout_s=setup.timeout_s) for _ in range(2)
         )
+        for group in (self._weight_group, self._gradient_group):
+            connect(group, device=device)
         home = [n[self.position] for n in self.numels]
         # In place, the home buffer must also hold the largest slice that takes a turn in it.
         starts = [0, *accumulate(rooms or home)]
@@ -56,6 +59,22 @@ def message_group(ranks: Sequence[int], *, timeout_s: float) -> dist.ProcessGrou
     It lives as long as the process: torch names a group after its ranks, and a new one of the same name would meet the
     old one's addresses in the store and fail to connect.
     """
-    if len(ranks) == 1:
-        return None
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
+    return None if len(ranks) == 1 else new_group(ranks, timeout=timedelta(seconds=timeout_s))
+
+
+def new_group(ranks: Sequence[int], *, timeout: timedelta) -> dist.ProcessGroup:
+    """Returns a new group of these ranks, which alone call it."""
+    world: Any = dist.group.WORLD
+    # Of a default group with a `device_id` NCCL splits its communicator, for which all of its ranks would have to come.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
+
+
+def connect(group: dist.ProcessGroup | None, *, device: torch.device) -> None:
+    """Makes NCCL create a group's communicator now. All ranks of the group."""
+    # For the first message all ranks would have to come, also those that have an empty slice.
+    if group is not None and device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)

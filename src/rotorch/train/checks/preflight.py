@@ -421,7 +421,7 @@ def check_context(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
         )
     if config.train.compile:
         raise ConfigError(
-            "train.compile = true would trace through the exchange of keys and values (context). Leave one of them out"
+            "train.compile would trace through the exchange of keys and values (context). Leave one of them out"
         )
 
 
