@@ -156,6 +156,13 @@ def test_where_nothing_hops_it_is_refused(tiny, options, because):
     assert because in str(refused.value) and "Write rtp=4[hops=bfloat16,transport=send_receive]" in str(refused.value)
 
 
+def test_for_weights_of_as_few_bits_it_is_refused(tiny):
+    with rotorch.on_meta():
+        module = causal_lm(load_config(tiny("llama"))).bfloat16()
+    with pytest.raises(ConfigError, match="not for weights of 16 bits, whose gradients have as many"):
+        rotorch.parallelize(module, "rtp=4[transport=send_receive,hops=bfloat16]", device="cpu")
+
+
 def test_a_ring_of_one_sends_none():
     (alone,) = parse_parallel("rtp=1[hops=bfloat16]")
     assert alone.on_device("cpu") == alone

@@ -125,7 +125,7 @@ class RTP(OneAxis):
             of single slices, but where backward runs units again.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
         hops: "bfloat16": sums of gradients travel in it, over messages out of place and symmetric memory: half the
-            bytes, and a rounding at each rank. A rank's own gradients keep the weights' precision, and add up in it.
+            bytes, and a rounding or two at each rank. At home they add up in the weights' precision.
         context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
             are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
         exchange: among neighbours that share a batch. "gather": each gets the keys and values that its own tokens
@@ -512,6 +512,8 @@ class RTP(OneAxis):
             self._refuse_hops(because=f"transport={self.transport}")
         if self._in_place:
             self._refuse_hops(because=f"buffering={self.buffering}")
+        if any(unit.weights[0].itemsize <= _COMPUTE_ITEMSIZE for unit in spec.cut_units):
+            self._refuse_hops(because="weights of 16 bits, whose gradients have as many")
         if self.wire is not None and self.transport != "send_receive":
             raise ConfigError(
                 f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "
