@@ -9,11 +9,12 @@ autocast, as written, compiled, or recorded. A step is forward and backward with
 every row. Each row is measured in a process of its own.
 
     step_s_median    seconds of a step, by the clock, until the GPU is done
-    host_s_median    seconds of the process until it has given the GPU all of a step: what hides behind the GPU's work
-                     if it is less than `gpu_busy_s`
+    host_s_median    seconds of the process for a step of 16 tokens, where the GPU waits for it: it hides behind the GPU's
+                     work where that is more. At other lengths the process would wait for the GPU
     gpu_busy_s       seconds in which a kernel or a copy ran, by torch's profiler, of one step more
-    kernels, copies  their numbers in that step
-    peak_bytes       of the allocator, in the timed steps
+    kernels, copies  their numbers in that step, and `launches`: calls of the host for them, one for a recorded graph
+    peak_bytes       of the allocator, in the timed steps; memory of recorded graphs is in `reserved_bytes` only
+    reserved_bytes   the most that the allocator has had, since the row began
 
 [Note: scaled up]
     Cases run with 2 and with 4 layers. What a layer adds is half of the difference; the whole model has 32. Memory and
@@ -66,6 +67,9 @@ SETTLED = 3
 """Steps that do not count: buffers are made, the order of passes is known, and graphs are recorded."""
 LENGTHS = (0.5, 1, 2)
 """Tokens of a step, of those that were asked for: 2,048, 4,096 and 8,192 by default."""
+HOST_TOKENS = 16
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+_TIMEOUT_S = 240.0
 _COMPILES = {"false": False, "true": True, RECORDED: RECORDED}
 
 
@@ -96,14 +100,26 @@ def in_a_process(
     row = [parallel, mode, str(compiled).lower()]
     command = [sys.executable, __file__, "--row", *row, "--layers", str(layers), "--device", device]
     command += ["--steps", str(steps), "--tokens", *map(str, lengths)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return {"layers": layers, "error": f"it took more than {_TIMEOUT_S:.0f} s"}
     if done.returncode:
         return {"layers": layers, "error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
     found: list[dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-SCALED = ("step_s_median", "host_s_median", "gpu_busy_s", "kernels", "copies", "peak_bytes")
+SCALED = (
+    "step_s_median",
+    "host_s_median",
+    "gpu_busy_s",
+    "kernels",
+    "copies",
+    "launches",
+    "peak_bytes",
+    "reserved_bytes",
+)
 
 
 def scaled(measured: Sequence[dict[str, Any]], *, layers: int) -> dict[str, Any]:
@@ -137,11 +153,26 @@ def one_case(
             parallel, mode, shapes=shapes, layers=layers, tokens=lengths[0], device=device, compile=compiled
         )
         contender.fill()
+        contender.give(HOST_TOKENS)
+        host_s = host_seconds(contender, steps=steps)
         for tokens in lengths:
             contender.give(tokens)
-            found.append({"layers": layers, "tokens": tokens, **timed(contender, device=device, steps=steps)})
+            measured = timed(contender, device=device, steps=steps)
+            found.append({"layers": layers, "tokens": tokens, "host_s_median": host_s, **measured})
         del contender
     return found
+
+
+def host_seconds(contender: Contender, *, steps: int) -> float:
+    """Seconds of this process, all threads', for a step of few tokens; the median."""
+    for _ in range(SETTLED):
+        contender.forward_backward()
+    times = []
+    for _ in range(steps):
+        start_s = time.process_time()
+        contender.forward_backward()
+        times.append(time.process_time() - start_s)
+    return statistics.median(times)
 
 
 def timed(contender: Contender, *, device: str, steps: int) -> dict[str, Any]:
@@ -151,21 +182,21 @@ def timed(contender: Contender, *, device: str, steps: int) -> dict[str, Any]:
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
+        reserved = torch.cuda.max_memory_reserved()  # graphs are recorded now
         torch.cuda.reset_peak_memory_stats()
-    by_clock, of_host = [], []
+    by_clock = []
     for _ in range(steps):
-        start_s, host_start_s = time.perf_counter(), time.process_time()
+        start_s = time.perf_counter()
         contender.forward_backward()
-        of_host.append(time.process_time() - host_start_s)
         if on_gpu:
             torch.cuda.synchronize()
         by_clock.append(time.perf_counter() - start_s)
     return {
         "step_s_median": statistics.median(by_clock),
         "step_s_all": by_clock,
-        "host_s_median": statistics.median(of_host),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
-        **(work_of_gpu(contender) if on_gpu else {"gpu_busy_s": None, "kernels": None, "copies": None}),
+        "reserved_bytes": reserved if on_gpu else None,
+        **(work_of_gpu(contender) if on_gpu else dict.fromkeys(("gpu_busy_s", "kernels", "copies", "launches"))),
     }
 
 
@@ -174,10 +205,17 @@ def work_of_gpu(contender: Contender) -> dict[str, Any]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         contender.forward_backward()
         torch.cuda.synchronize()
-    work = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
-    copies = sum(event.name.startswith("Memcpy") for event in work)
-    spans = [(event.time_range.start, event.time_range.end) for event in work]
-    return {"gpu_busy_s": 1e-6 * covered(spans), "kernels": len(work) - copies, "copies": copies}
+    events = list(profiler.events())
+    # Blocks that code has named span the time in between as well.
+    work = [each for each in events if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
+    copies = sum(each.name.startswith(("Memcpy", "Memset")) for each in work)
+    spans = [(each.time_range.start, each.time_range.end) for each in work]
+    return {
+        "gpu_busy_s": 1e-6 * covered(spans),
+        "kernels": len(work) - copies,
+        "copies": copies,
+        "launches": sum(each.device_type == DeviceType.CPU and each.name.startswith(_LAUNCHES) for each in events),
+    }
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

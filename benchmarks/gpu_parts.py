@@ -4,10 +4,10 @@ See gpu.py. What each is for:
 
     weight_gradients  a linear layer's weight gradient in float32 from bfloat16 factors, in 1 to 8 slices: "widened" by
                       one product with a wider sum (`out_dtype`), or "copied" from a product in bfloat16
-    attention         causal attention of 32, 8 and 4 heads of a layer, forward and backward: heads of all slices, of
-                      two visits and of one
-    beside            products alone, beside copies of another stream, beside copies that convert (which take
-                      multiprocessors), and beside a kernel that waits: `of_alone` is time alone over time beside
+    attention         causal attention of 32, 16, 8 and 4 heads of a layer, forward and backward: in one visit, and in
+                      2 (as by default between GPUs), 4 and 8
+    beside            products alone, and while another stream copies, converts (which takes multiprocessors), or waits
+                      in a kernel all the time: `of_alone` is time alone over time beside
     host              microseconds of the host per call: a product, a small kernel, events, streams, signals
     first_values      seconds of `materialize` for a rank of 8, on the device and on the CPU, and the share of
                       numbers that are the same in bfloat16
@@ -32,7 +32,7 @@ from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.ops.running_sum import add_product, widens
 from rotorch.testing.fake import as_rank
 
-HEADS = (32, 8, 4)
+HEADS = (32, 16, 8, 4)
 VISITS = (1, 2, 4, 8)
 HEAD_DIM = 128
 PER_KEY_HEAD = 4
@@ -101,7 +101,7 @@ def attention(*, device: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def beside(shapes: dict[str, Any], *, device: str, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Time of a row of products while another stream works; on CPU only that of the products alone."""
+    """Time of a row of products while another stream works without a pause; on CPU only that of the products alone."""
     size, half = shapes["hidden_size"], torch.bfloat16
     x, w = torch.randn(tokens, size, device=device).to(half), torch.randn(size, size, device=device).to(half)
     out = torch.empty(tokens, size, device=device, dtype=half)
@@ -112,30 +112,38 @@ def beside(shapes: dict[str, Any], *, device: str, tokens: int, rounds: int) -> 
         for _ in range(8):
             torch.mm(x, w, out=out)
 
-    def with_work(work: Callable[[], Any]) -> Callable[[], None]:
-        second = torch.cuda.Stream(priority=-1)
+    alone = median_s(products, device=device, rounds=rounds)
+    rows = [{"way": "alone", "tokens": tokens, "seconds": alone, "of_alone": 1.0}]
+    if device != "cuda":
+        return rows
+    works: dict[str, Callable[[], Any]] = {
+        "copy": lambda: same.copy_(source, non_blocking=True),
+        "converting copy": lambda: converted.copy_(source),
+        # One block that spins, as a wait for a signal does; torch has no public one.
+        "spinning wait": lambda: torch.cuda._sleep(1_000_000),
+    }
+    for name, work in works.items():
+        each = median_s(work, device=device, rounds=rounds)
+        number = 2 + int(3 * alone / each)  # longer than the products take
+        seconds = statistics.median(during(products, work, number=number) for _ in range(rounds))
+        rows.append({"way": name, "tokens": tokens, "seconds": seconds, "of_alone": alone / seconds})
+    return rows
 
-        def run() -> None:
-            second.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(second):
-                work()
-            products()
-            torch.cuda.current_stream().wait_stream(second)
 
-        return run
-
-    ways = {"alone": products}
-    if device == "cuda":
-        ways |= {
-            "copy": with_work(lambda: same.copy_(source, non_blocking=True)),
-            "converting copy": with_work(lambda: converted.copy_(source)),
-            # One block that spins, as a wait for a signal does; torch has no public one.
-            "spinning wait": with_work(lambda: torch.cuda._sleep(200_000)),
-        }
-    seconds = {name: median_s(run, device=device, rounds=rounds) for name, run in ways.items()}
-    return [
-        {"way": name, "tokens": tokens, "seconds": s, "of_alone": seconds["alone"] / s} for name, s in seconds.items()
-    ]
+def during(run: Callable[[], Any], work: Callable[[], Any], *, number: int) -> float:
+    """Seconds of `run` on the current stream, while another one does `number` pieces of work."""
+    current, second = torch.cuda.current_stream(), torch.cuda.Stream(priority=-1)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    second.wait_stream(current)
+    with torch.cuda.stream(second):
+        for _ in range(number):
+            work()
+    start.record()
+    run()
+    end.record()
+    current.wait_stream(second)
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 def host(*, device: str, rounds: int) -> list[dict[str, Any]]:
@@ -181,7 +189,9 @@ def signals(device: str) -> Iterator[Any]:
         return
     on = torch.device(device, torch.cuda.current_device())
     with as_group_of_one():
-        yield symmetric_rendezvous(symmetric_empty(256, dtype=torch.float32, device=on), torch.distributed.group.WORLD)
+        window = symmetric_empty(256, dtype=torch.float32, device=on)  # there as long as the handle is used
+        yield symmetric_rendezvous(window, torch.distributed.group.WORLD)
+        del window
 
 
 @contextmanager

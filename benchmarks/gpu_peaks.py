@@ -73,9 +73,8 @@ def peer(shapes: dict[str, Any], *, layers: int, tokens: int, groups: bool, reco
         module = ChunkedLoss(causal_lm(config).train())
     for block in repeated_blocks(module) if recompute else ():
         block.forward = _checkpointed(block.forward)
-    under_fsdp2(
-        module, getattr(torch, MODE), torch.float32, apart=[module.model.embed_tokens, module.head] if groups else []
-    )
+    apart = [module.model.embed_tokens, module.loss.head] if groups else []
+    under_fsdp2(module, getattr(torch, MODE), torch.float32, apart=apart)
     ids = torch.zeros(1, tokens, dtype=torch.int64)
 
     def step() -> None:

@@ -57,16 +57,29 @@ NULL = f"rtp={NUM_RANKS}[transport=symmetric_memory]"
 
 
 class ChunkedLoss(nn.Module):
-    """A causal language model whose logits exist a chunk of tokens at a time, in forward and in backward."""
+    """A causal language model whose logits exist a chunk of tokens at a time, in forward and in backward.
+
+    Attributes:
+        model: all but its head.
+        loss: the head, with the loss of all chunks: one group of FSDP2 gathers it once.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.head = model.model, model.lm_head
+        self.model, self.loss = model.model, _HeadInChunks(model.lm_head)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the mean loss of `ids` [rows, tokens]."""
         hidden = self.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        targets = ids[:, 1:]
+        return self.loss(hidden, ids[:, 1:])
+
+
+class _HeadInChunks(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         chunks = zip(hidden.chunk(NUM_CHUNKS, dim=1), targets.chunk(NUM_CHUNKS, dim=1), strict=True)
         losses = [checkpoint(self._sum, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.stack(losses).sum() / targets.numel()
@@ -123,7 +136,7 @@ class Contender:
                 self._passes: Callable[[], Any] = lambda: causal_lm_loss(module, *self._batch()).backward()
                 return
             self._module = chunked = ChunkedLoss(module)
-            under_fsdp2(chunked, *dtypes, apart=[chunked.model.embed_tokens, chunked.head], device=device)
+            under_fsdp2(chunked, *dtypes, apart=[chunked.model.embed_tokens, chunked.loss], device=device)
             self._passes = lambda: chunked(self._ids).backward()
             return
         with ExitStack() as stack:
@@ -175,6 +188,7 @@ class Contender:
             given["dtype"],
             device=given["device"],
             wire_dtype=given["wire_dtype"],
+            hop_dtype=given["hop_dtype"],
             later_parts=given["later_parts"],
         )
         together = {"num_visits": given["num_visits"], "flat_chunks": given["flat_chunks"]}

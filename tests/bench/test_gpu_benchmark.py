@@ -163,15 +163,22 @@ def test_the_gpus_work_is_read_from_a_profile(monkeypatch):
     import gpu_one_rank
     from torch.autograd import DeviceType
 
-    def event(name, start, end, device=DeviceType.CUDA):
-        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+    def event(name, start, end, device=DeviceType.CUDA, is_user_annotation=False):
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, device_type=device, time_range=span, is_user_annotation=is_user_annotation)
 
-    events = [event("gemm", 0, 10), event("Memcpy DtoD", 5, 20), event("aten::mm", 0, 90, DeviceType.CPU)]
+    events = [
+        event("gemm", 0, 10),
+        event("Memcpy DtoD", 5, 20),
+        event("FSDP::all_gather", 0, 80, is_user_annotation=True),
+        event("aten::mm", 0, 90, DeviceType.CPU),
+        event("cudaGraphLaunch", 0, 1, DeviceType.CPU),
+    ]
     profiler = SimpleNamespace(events=lambda: events)
     monkeypatch.setattr(gpu_one_rank, "profile", lambda **_: nullcontext(profiler))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     found = gpu_one_rank.work_of_gpu(SimpleNamespace(forward_backward=lambda: None))
-    assert found == {"gpu_busy_s": pytest.approx(20e-6), "kernels": 1, "copies": 1}
+    assert found == {"gpu_busy_s": pytest.approx(20e-6), "kernels": 1, "copies": 1, "launches": 1}
 
 
 @pytest.mark.slow
@@ -193,7 +200,7 @@ def test_parts_of_a_step_are_measured_each_by_itself(warm):
 
     found = gpu_parts.measure(device="cpu", tokens=16, steps=1)
     assert [row["visits"] for row in found["weight_gradients"]] == [1, 2, 4, 8]
-    assert [row["heads"] for row in found["attention"]] == [32, 8, 4] and found["attention"][0]["of_all"] == 1
+    assert [row["heads"] for row in found["attention"]] == [32, 16, 8, 4] and found["attention"][0]["of_all"] == 1
     assert [row["way"] for row in found["beside"]] == ["alone"]  # others need a stream
     assert {row["call"] for row in found["host"]} == {"product", "small kernel", "copy"}
     (row,) = found["first_values"]

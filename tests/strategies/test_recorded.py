@@ -178,7 +178,10 @@ def recorded(layout, accumulation, precision):
 def over_peer_memory(monkeypatch):
     """Every ring that ranks forked from here make lies in symmetric memory, that of a stand-in for CUDA."""
 
-    def make_ring(_, *, mesh, numels_in_parts, later_parts, dtype, device, wire_dtype, num_visits, flat_chunks, **__):
+    def make_ring(
+        _, *, mesh, numels_in_parts, later_parts, dtype, device, wire_dtype, num_visits, flat_chunks, **given
+    ):
+        assert given["hop_dtype"] is None
         setup = RingSetup(mesh, numels_in_parts, dtype, device=device, wire_dtype=wire_dtype, later_parts=later_parts)
         return SymmetricMemoryRing(setup, num_visits=num_visits, flat_chunks=flat_chunks, make_memory=FakePeerMemory)
 

@@ -52,7 +52,7 @@ class Strategy(BaseModel, ABC):
     """Reason why `compile=True` is refused; "" if `apply` compiles where `Setup.compiled` asks."""
 
     not_recorded: ClassVar[str] = "its passes are not recorded as CUDA graphs"
-    """Reason why `compile="reduce-overhead"` is refused; "" if it may hold visiting slices that are recorded, or replicas of them."""
+    """Reason why `compile="reduce-overhead"` is refused; "" of rtp, and of what may be around it."""
 
     size_fields: ClassVar[tuple[str, ...]] = ("size",)
     """The fields of its size, as in `rtp=4`; those of a grid are joined by "x", as in `atp=2x4`."""
