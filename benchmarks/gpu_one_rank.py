@@ -9,8 +9,8 @@ autocast, as written, compiled, or recorded. A step is forward and backward with
 every row. Each row is measured in a process of its own.
 
     step_s_median    seconds of a step, by the clock, until the GPU is done
-    host_s_median    seconds of the process for a step of 16 tokens, where the GPU waits for it: it hides behind the GPU's
-                     work where that is more. At other lengths the process would wait for the GPU
+    host_s_median    seconds of the process for a step of 16 tokens, where the GPU waits for it: hidden if the GPU has
+                     more to do. At other lengths the process would wait for the GPU
     gpu_busy_s       seconds in which a kernel or a copy ran, by torch's profiler, of one step more
     kernels, copies  their numbers in that step, and `launches`: calls of the host for them, one for a recorded graph
     peak_bytes       of the allocator, in the timed steps; memory of recorded graphs is in `reserved_bytes` only

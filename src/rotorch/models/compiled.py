@@ -28,10 +28,22 @@ from rotorch.models.blocks import repeated_blocks
 _log = logging.getLogger(__name__)
 
 
-_to_come: WeakSet[Any] = WeakSet()
-"""What stands for recorded passes whose backward is to come: of all models, since graphs share their memory."""
+class _Recorded:
+    """Recorded passes of all models of this process: their graphs share memory."""
+
+    def __init__(self) -> None:
+        self.to_come: WeakSet[Any] = WeakSet()
+        """What stands for passes whose backward is to come."""
+        self.num_waiting = 0
+        """Passes in a row that began while there were some."""
+
+
+@functools.cache
+def _of_process() -> _Recorded:
+    return _Recorded()
+
+
 _MOST_WAITING = 8
-_num_waiting = 0
 
 
 def begin_recorded() -> None:
@@ -39,13 +51,13 @@ def begin_recorded() -> None:
 
     Nothing begins while the backward of a pass is to come, of whichever model.
     """
-    global _num_waiting
-    if not _to_come:
-        _num_waiting = 0
+    recorded = _of_process()
+    if not recorded.to_come:
+        recorded.num_waiting = 0
         torch.compiler.cudagraph_mark_step_begin()
         return
-    _num_waiting += 1
-    if _num_waiting == _MOST_WAITING:
+    recorded.num_waiting += 1
+    if recorded.num_waiting == _MOST_WAITING:
         _log.warning(
             "compile='reduce-overhead': %d passes have begun while the backward of an earlier one is to come. Each is "
             "recorded anew and keeps its memory. Call models under torch.no_grad() where no backward follows",
@@ -55,13 +67,14 @@ def begin_recorded() -> None:
 
 def backward_is_to_come(of: Any) -> None:
     """Notes a recorded pass, by a node of its graph or by its model: what it has kept must stay."""
-    _to_come.add(of)
+    _of_process().to_come.add(of)
 
 
 def backward_has_come(is_run: Callable[[Any], bool]) -> None:
     """Forgets the passes for which `is_run` is true."""
-    for of in [of for of in _to_come if is_run(of)]:
-        _to_come.discard(of)
+    to_come = _of_process().to_come
+    for of in [of for of in to_come if is_run(of)]:
+        to_come.discard(of)
 
 
 def check_mode(compile: object) -> Compile:
