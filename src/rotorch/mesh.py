@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rotorch._torch_private import default_store, flat_group, group_timeout, set_group_timeout
 from rotorch.comm.agreement import Agreement, Disagreement, Table
 from rotorch.comm.fresh_store import fresh_store
+from rotorch.comm.transports.peer_memory import OVERLAPPING
 from rotorch.core.errors import ConfigError
 from rotorch.core.phase_line import tell_phase
 from rotorch.core.strategy import Strategy
@@ -49,9 +50,24 @@ def pick_device(name: str = "auto") -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, but torch sees no CUDA device. Write device=cpu or auto")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    device = local_gpu()
+    torch.cuda.set_device(device)
+    return device
+
+
+def local_gpu() -> torch.device:
+    """The GPU of this rank: that of its number on its host, or the only one that it sees.
+
+    Raises:
+        ConfigError: this host has fewer GPUs than ranks, and none says that they may share one.
+    """
+    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if number >= count > 1 and os.environ.get(OVERLAPPING) != "1":
+        raise ConfigError(
+            f"device: LOCAL_RANK = {number}, and torch sees {count} GPUs on this host. Start {count} ranks per host "
+            f"(--nproc-per-node {count}), let each see its own (CUDA_VISIBLE_DEVICES), or write device=cpu"
+        )
+    return torch.device("cuda", number % count)
 
 
 def check_world_size(strategies: Sequence[Strategy], *, world_size: int) -> None:

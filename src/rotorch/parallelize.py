@@ -28,7 +28,7 @@ from rotorch.hold.sequence_ranks import share_sequences
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
-from rotorch.models.checks import make_stateless, refuse_layerdrop, refuse_wrapped
+from rotorch.models.checks import make_stateless, refuse_layerdrop, refuse_wrapped, slow_products
 from rotorch.models.compiled import check_compiler, check_mode
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
@@ -159,6 +159,9 @@ def parallelize(
     open_shared_reduces(mesh, device=on)
     if mesh.get_rank() == 0:
         _tell_of_changes(strategies)
+        of_products = {autocast_dtype or param_dtype or p.dtype for p in before if p.dim() > 1}
+        if warning := slow_products(of_products, device_type=on.type):
+            _log.warning(warning)
     if (differs := first_that_differs(module, mesh=mesh)) is not None:
         warnings.warn(
             f"parallelize: ranks were given different values of {differs!r}, and each keeps its own part of its own: "

@@ -10,6 +10,7 @@ from rotorch.comm.ring import RingSetup
 from rotorch.comm.transports import peer_memory
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemoryUnavailable
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
+from rotorch.train.checks.memory import PeakMeter
 
 DEVICE, SIZE, NUMEL = torch.device("cpu"), 2, 300
 
@@ -73,7 +74,7 @@ class Handle:
 @pytest.fixture
 def cuda(monkeypatch):
     notes = Notes()
-    names = iter(["fetches", "hops"])
+    names, allocated = iter(["fetches", "hops"]), iter([100, 100, 100, 10_000])
     made = {}
 
     @contextmanager
@@ -93,6 +94,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
     monkeypatch.setattr(Event, "made", 0)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: notes.note("used on", stream.name))
     monkeypatch.setattr(peer_memory, "why_no_peer_memory", lambda mesh, device: "")
@@ -149,6 +151,16 @@ def test_the_host_waits_for_an_event_so_long_and_no_longer(cuda):
     for query, comes, timeout_s in ((lambda: next(asked), True, 5.0), (lambda: False, False, 0.01)):
         mark = SimpleNamespace(event=SimpleNamespace(query=query))
         assert memory.reached(mark, timeout_s=timeout_s) == comes
+
+
+def test_a_window_past_torchs_allocator_counts_beside_it(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(cuda.notes, "any"))
+    rings = [SymmetricMemoryRing(RingSetup(MESH, [[4, 3]], torch.float32, device=DEVICE)) for _ in range(2)]
+    assert [ring.uncounted_bytes for ring in rings] == [rings[0].window_bytes, 0]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
+    meter = PeakMeter(torch.device("cuda", 0), uncounted_bytes=rings[0].uncounted_bytes)
+    assert meter.peak_bytes() == 5000 + rings[0].window_bytes > 5000
 
 
 def test_a_lane_that_is_open_changes_the_stream_once(cuda):

@@ -187,6 +187,11 @@ class Ring(ABC):
         """The status word of an item's first slice; those of others follow."""
         return at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
 
+    @property
+    def uncounted_bytes(self) -> int:
+        """Memory of the device that this rank's ring has past torch's allocator."""
+        return 0
+
     def home_weights(self, item: int) -> Tensor:
         """This rank's own slice of an item, flat; valid for the life of the ring."""
         return self._home_weights[item]

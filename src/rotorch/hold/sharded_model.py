@@ -63,6 +63,11 @@ class ShardedModel(Observable, ABC):
         return ()
 
     @property
+    def uncounted_bytes(self) -> int:
+        """Memory of the device that it has past torch's allocator: windows of symmetric memory."""
+        return 0
+
+    @property
     def order_hash(self) -> int:
         """`Ring.order_hash` of the units that this rank has run since `start`; 0 without a ring."""
         return 0
@@ -362,6 +367,10 @@ class OuterShardedModel(ShardedModel):
 
     def slots(self) -> list[Tensor]:
         return self._inner.slots()
+
+    @property
+    def uncounted_bytes(self) -> int:
+        return self._inner.uncounted_bytes
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
         return self._inner.observed(observer)

@@ -21,7 +21,7 @@ from rotorch.comm.collectives import all_reduce_sum, barrier, gather_objects
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.plain_loops import check_plain_loop
-from rotorch.mesh import batch_position, check_world_size, make_mesh
+from rotorch.mesh import batch_position, check_world_size, local_gpu, make_mesh
 from rotorch.strategies import parse_parallel
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -69,7 +69,7 @@ class LayoutRanks:
         devices: Any = getattr(self, "parallel_devices", None)
         if not devices or devices[0].type != "cuda":
             return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        return local_gpu()
 
     @property
     def mesh(self) -> DeviceMesh:

@@ -93,6 +93,7 @@ class NullPeerMemory:
     ) -> None:
         self._device = device
         self.window = torch.empty(numel, dtype=dtype, device=device)
+        self.is_counted = True
         self._lanes = [NullLane(copy_engine) for _ in range(3)]
         self.compute, self.fetches, self.hops = list[Lane](self._lanes)
         if device.type == "cuda":

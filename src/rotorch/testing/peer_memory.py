@@ -227,7 +227,7 @@ class FakePeerMemory:
         flats = [torch.frombuffer(m, dtype=dtype, offset=self._flag_bytes, count=2 * numel) for m in maps]
         self._windows = [flat[:numel] for flat in flats]
         self._unread = [flat[numel:] for flat in flats]
-        self.window = self._windows[self.rank]
+        self.window, self.is_counted = self._windows[self.rank], False
         self.compute, self.fetches, self.hops = (FakeLane(self, name) for name in ("compute", "fetches", "hops"))
         self.process = self.compute
         self.open_lane: FakeLane | None = None

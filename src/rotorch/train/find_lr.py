@@ -180,7 +180,7 @@ def _sweep_in_rank(board: StatusBoard, *, run: CheckedRun, rates: Sequence[float
     windows, _, _ = open_windows(run.source, seed=config.train.seed)
     if config.data.kind == "preferences":
         prepare_reference(model, run, train=windows, measured=(), take_first_values=lambda: None)
-    peak = PeakMeter(model.device)
+    peak = PeakMeter(model.device, uncounted_bytes=model.sharded.uncounted_bytes)
     losses: list[float] = []
     for step, lr in enumerate(rates, start=1):
         board.doing(RankPhase.READING, step=step)

@@ -84,7 +84,7 @@ def run_loop(
     """
     model, optimizer, train = state.model, state.optimizer, config.train
     assert optimizer is not None, "training needs one"
-    peak = PeakMeter(model.device)
+    peak = PeakMeter(model.device, uncounted_bytes=model.sharded.uncounted_bytes)
     guard = DivergenceGuard(train, losses=recent_losses(state))
     patience = EarlyStop(train, state=state)
     measured: HeldOut | None = None

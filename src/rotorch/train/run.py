@@ -378,7 +378,7 @@ def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
         loss=PreferenceLoss(config.dpo.beta) if config.data.kind == "preferences" else None,
         **precision_arguments(config.train.precision),
     )
-    if config.model.init == "random" or run.resume is None:
+    if run.resume is None:  # else its checkpoint has all of them
         take_first_values(model, config)
     model.module.train()
     state = TrainState(

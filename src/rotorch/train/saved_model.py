@@ -192,7 +192,6 @@ def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use, phase: RankPhas
     precision = precision_arguments(saved.run.train.precision)
     model = parallelize(module, saved.strategies, device=pick_device(saved.device), **precision)
     board.name_units(model.write_status_to(board.position))
-    model.materialize(seed=saved.manifest.seed)
     board.doing(RankPhase.LOADING)
     load(saved.checkpoint, TrainState(model=model), random_states=False)
     model.module.eval()

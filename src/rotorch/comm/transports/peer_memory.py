@@ -72,12 +72,14 @@ class PeerMemory(Protocol):
 
     Attributes:
         window: this rank's own, flat.
+        is_counted: the window is part of what torch's allocator says that it has given.
         compute: the lane on which the model computes.
         fetches: a lane for copies that bring weights.
         hops: a lane for sums and copies of gradients.
     """
 
     window: Tensor
+    is_counted: bool
     compute: Lane
     fetches: Lane
     hops: Lane
@@ -183,7 +185,9 @@ class CudaPeerMemory:
         self._device, self._dtype, self._size = device, dtype, mesh.size()
         try:
             # May fail on one rank only: all learn of it before one raises, or others would wait in the rendezvous.
+            before = torch.cuda.memory_allocated(device)
             self.window = symmetric_empty(numel, dtype=dtype, device=device)
+            self.is_counted = torch.cuda.memory_allocated(device) - before >= self.window.nbytes
         except RuntimeError as error:  # out of memory, or a driver that cannot share memory
             reason = str(error).splitlines()[0]
         if any_rank(bool(reason), mesh=mesh):  # before anyone waits for the others' windows

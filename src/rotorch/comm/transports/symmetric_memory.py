@@ -200,6 +200,10 @@ class SymmetricMemoryRing(Ring):
         """Of this rank's window: slices as they visit, padded to the rank with the most, and the inbox."""
         return self._memory.window.numel() * self.dtype.itemsize
 
+    @property
+    def uncounted_bytes(self) -> int:
+        return 0 if self._memory.is_counted else self.window_bytes
+
     # ------------------------------------------------------------- a step
 
     def start(self, *, fresh: Sequence[bool]) -> None:

@@ -208,6 +208,10 @@ class RTPModel(SimpleShardedModel, ShardedStages):
     def num_hosts(self) -> int | None:
         return self.ring.num_hosts
 
+    @property
+    def uncounted_bytes(self) -> int:
+        return self.ring.uncounted_bytes
+
     def slots(self) -> list[Tensor]:
         return [*self.ring.slots(), *([] if self._within is None else self._within.axis_group.slots())]
 

@@ -72,19 +72,24 @@ def memory_of_ranks(model: ParallelModel, mine: Mapping[str, int]) -> dict[str, 
 
 
 class PeakMeter:
-    """The most memory that this rank took so far: of the GPU if it computes on one, else of the process."""
+    """The most memory that this rank took so far: of the GPU if it computes on one, else of the process.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of this rank.
+        uncounted_bytes: of a GPU that torch's allocator does not count (`ShardedModel.uncounted_bytes`).
+    """
+
+    def __init__(self, device: torch.device, *, uncounted_bytes: int = 0) -> None:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self._device = device
+        self._device, self._uncounted_bytes = device, uncounted_bytes
         self._excess_kib = 0
         self._looked_s = -math.inf
 
     def peak_bytes(self) -> int:
         """Returns the peak until now; 0 where the system does not tell."""
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+            return torch.cuda.max_memory_allocated(self._device) + self._uncounted_bytes
         if sys.platform != "linux":
             return 0
         if time.monotonic() - self._looked_s > _LOOK_EVERY_S:  # the kernel walks all pages for it
