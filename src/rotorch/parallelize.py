@@ -34,6 +34,7 @@ from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.lora import base_of
 from rotorch.models.losses import LossFn, loss_of
+from rotorch.models.packed_rows import look_once
 from rotorch.models.settings import settings_of
 from rotorch.models.shared_memory import refuse_shared_memory
 from rotorch.models.shared_sequence import refuse_attentions
@@ -170,6 +171,7 @@ def parallelize(
             stacklevel=2,
         )
     recipes = take_recipes(module)
+    look_once(module)
     without_cache = make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
     positions = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or [0] * mesh.ndim, strict=True))
     parts, axes_of = [spec], [tuple(strategy.axes) for strategy in strategies]

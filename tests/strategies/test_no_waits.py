@@ -13,7 +13,13 @@ from rotorch.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm")
 
-LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2[transport=send_receive]", "rtp=2[transport=send_receive,recompute=slice]")
+LAYOUTS = (
+    "ddp=2",
+    "fsdp=2",
+    "rtp=2[transport=send_receive]",
+    "rtp=2[transport=send_receive,recompute=slice]",
+    "rtp=2[transport=send_receive,visits=1]",
+)
 SHARING_A_BATCH = ("megatron=2", "megatron=2[sequence_parallel=true]")
 
 
@@ -39,33 +45,40 @@ def batches_of(model, rank):
     return [{"input_ids": ids, "labels": ids}] * 2
 
 
-def waits(models, layouts, autocast_dtypes):
+def waits(models, layouts, precisions):
     """Calls that wait in a step of two micro-batches, by layout, model and precision; only those that have any."""
     found = {}
     for layout in layouts:
         for name, path in models.items():
-            for dtype in autocast_dtypes if path is not None else (None,):
+            for precision in precisions if path is not None else ({},):
                 torch.manual_seed(0)
                 module = Classifier() if path is None else causal_lm(load_config(path))
-                model = rotorch.parallelize(module, layout, device="cpu", autocast_dtype=dtype)
+                model = rotorch.parallelize(module, layout, device="cpu", **precision)
                 batches = batches_of(name, model.batch_rank)
                 model.forward_backward(batches)  # trials and first allocations are made once
                 with waits_of_micro_batches(model) as of_step:
                     model.forward_backward(batches, accumulate=True)
                 if of_step:
-                    found[layout, name, str(dtype)] = dict(of_step)
+                    found[layout, name, *precision] = dict(of_step)
                 model.close()
     return found
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])
-def test_a_step_waits_for_nothing(tiny, dtype):
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"autocast_dtype": torch.bfloat16},
+        {"param_dtype": torch.bfloat16},
+    ],
+)
+def test_a_step_waits_for_nothing(tiny, precision):
     """Under autocast a step does what it does without, and converts besides."""
     models = {"llama": tiny("llama"), "classifier": None}
-    assert run_ranks(waits, models, ("single",), [dtype], num_ranks=1, timeout_s=300) == [{}]
-    assert run_ranks(waits, models, LAYOUTS, [dtype], num_ranks=2, timeout_s=300) == [{}] * 2
+    assert run_ranks(waits, models, ("single",), [precision], num_ranks=1, timeout_s=300) == [{}]
+    assert run_ranks(waits, models, LAYOUTS, [precision], num_ranks=2, timeout_s=300) == [{}] * 2
     text = {"llama": tiny("llama")}
-    assert run_ranks(waits, text, SHARING_A_BATCH, [dtype], num_ranks=2, timeout_s=300) == [{}] * 2
+    assert run_ranks(waits, text, SHARING_A_BATCH, [precision], num_ranks=2, timeout_s=300) == [{}] * 2
 
 
 def looks_at_a_value(path):

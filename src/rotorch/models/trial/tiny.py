@@ -121,6 +121,10 @@ _VARIANTS = tuple(
 )
 
 
+_GPU_ATTENTION = re.compile("flash|flex|/")
+"""In names of attentions that do not run on CPU: transformers' own, and kernels of its hub."""
+
+
 def shrunk(config_class: type) -> Iterator[Any]:
     """Yields tiny configurations of a class, from rich in features to plain (see [Note: rules]).
 
@@ -145,9 +149,12 @@ def shrunk_like(config: Any) -> Iterator[Any]:
     for sections in (False, True):
         for grouped in (True, False):
             try:
-                yield _shrink(config, _Variant(grouped, optional=False, sections=sections), rebuild=False)
+                small = _shrink(config, _Variant(grouped, optional=False, sections=sections), rebuild=False)
             except Exception:
                 continue
+            if _GPU_ATTENTION.search(str(getattr(small, "_attn_implementation", ""))):
+                small._attn_implementation = "eager"  # a trial runs on CPU, and heads are apart in any attention
+            yield small
 
 
 def number_for(name: str) -> int | None:
