@@ -42,10 +42,10 @@ NUM_STEPS = 5
 BFLOAT16_BOUND = 4 * 2.0**-8
 
 
-def losses(config, parallel, dtype):
+def losses(config, parallel, arguments):
     with rotorch.on_meta():
         module = causal_lm(config).train()
-    model = rotorch.parallelize(module, parallel, device="cuda", autocast_dtype=dtype).materialize(seed=3)
+    model = rotorch.parallelize(module, parallel, device="cuda", **arguments).materialize(seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     found = []
     for step in range(NUM_STEPS):
@@ -58,14 +58,30 @@ def losses(config, parallel, dtype):
     return found
 
 
-@pytest.mark.parametrize("recompute", ["none", "slice"])
-def test_bfloat16_is_within_rounding_of_float32(warm, tiny, recompute):
-    config = plain_config(tiny("llama"))
-    (expected,) = run_ranks(losses, config, "single", None, num_ranks=1)
-    for found in run_ranks(losses, config, f"rtp=2[recompute={recompute},{SYMMETRIC}]", torch.bfloat16, num_ranks=2):
+@pytest.mark.parametrize("precision", ["param_dtype", "autocast_dtype"])
+@pytest.mark.parametrize("options", ["recompute=none", "recompute=slice", "visits=1", "hops=bfloat16"])
+def test_bfloat16_is_within_rounding_of_float32(warm, tiny, options, precision):
+    config, layout = plain_config(tiny("llama")), f"rtp=2[{options},{SYMMETRIC}]"
+    (expected,) = run_ranks(losses, config, "single", {}, num_ranks=1)
+    for found in run_ranks(losses, config, layout, {precision: torch.bfloat16}, num_ranks=2):
         assert found == pytest.approx(expected, rel=BFLOAT16_BOUND)
-    for found in run_ranks(losses, config, f"rtp=2[recompute={recompute},{SYMMETRIC}]", None, num_ranks=2):
-        assert found == pytest.approx(expected, rel=1e-4)
+    for found in run_ranks(losses, config, layout, {}, num_ranks=2):
+        assert found == pytest.approx(expected, rel=1e-4 if "hops" not in options else BFLOAT16_BOUND)
+
+
+# ------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize("options", ["recompute=none", "recompute=slice", "visits=1"])
+def test_recorded_passes_give_the_losses_of_others(warm, tiny, options):
+    """Five steps: the first warms up, the second records, and the others replay."""
+    config, layout = plain_config(tiny("llama")), f"rtp=2[{options},{SYMMETRIC}]"
+    plain, recorded = (
+        run_ranks(losses, config, layout, {"param_dtype": torch.bfloat16, "compile": mode}, num_ranks=2, timeout_s=600)
+        for mode in (False, "reduce-overhead")
+    )
+    for ours, theirs in zip(recorded, plain, strict=True):
+        assert ours == pytest.approx(theirs, rel=BFLOAT16_BOUND)
 
 
 # ------------------------------------------------------------- dropout
