@@ -14,7 +14,7 @@
     slices    what cutting a matrix product into 8 slices costs, and what fused matrices, two streams and two slices at
               a time win back.
     parts     weight gradients by one product, attention of few heads, copies and waits beside products, what a call
-              costs the host, and first values on the GPU and on the CPU.
+              costs the host, and first values of weights on the GPU and on the CPU.
 
 It has not run on a GPU yet; its parts run on CPU in tests/bench/test_gpu_benchmark.py.
 """
