@@ -139,7 +139,7 @@ def test_waiting_for_a_save_and_going_back_may_take_long(monkeypatch, goes_back)
     monkeypatch.setattr(loop, "PeakMeter", noted("peak"))
     monkeypatch.setattr(loop, "tensor_bytes", noted("bytes", TensorBytes(0, 0, 0)))
     monkeypatch.setattr(loop, "memory_of_ranks", lambda *_: {})
-    model = SimpleNamespace(mesh=None, device=None)
+    model = SimpleNamespace(mesh=None, device=None, sharded=SimpleNamespace(uncounted_bytes=0))
     state = SimpleNamespace(model=model, optimizer=object(), step=0, tokens=0, data={})
     train = SimpleNamespace(keep=1, async_save=True, steps=3, eval_every=0, patience=0, patience_on="held-out")
     config = SimpleNamespace(
