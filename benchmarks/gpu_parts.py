@@ -9,8 +9,8 @@ See gpu.py. What each is for:
     beside            products alone, and while another stream copies, converts (which takes multiprocessors), or waits
                       in a kernel all the time: `of_alone` is time alone over time beside
     host              microseconds of the host per call: a product, a small kernel, events, streams, signals
-    first_values      seconds of `materialize` for a rank of 8 with weights on the device, and on the CPU, which draws the
-                      numbers of both, and the share of them that are the same in bfloat16
+    first_values      seconds of `materialize` for a rank of 8 with weights on the device, and on the CPU (which draws
+                      the numbers of both), and the share of them that are the same in bfloat16
 """
 
 from __future__ import annotations
