@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from compiler_marks import MARKS
 from torch._dynamo.utils import counters
 
 import rotorch
@@ -19,13 +20,7 @@ from rotorch.strategies import DDP, STRATEGIES, Single, check_compiled, parse_pa
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.metrics import read_metrics
 
-pytestmark = [
-    pytest.mark.usefixtures("warm"),
-    # torch's own, when it compiles
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = MARKS
 
 LLAMA = {
     "model_type": "llama",

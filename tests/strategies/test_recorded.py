@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compiler_marks import MARKS
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
@@ -24,13 +25,7 @@ from rotorch.strategies.rtp.plan import RTP
 from rotorch.testing.peer_memory import FakePeerMemory
 from rotorch.testing.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.usefixtures("warm"),
-    # torch's own, when it compiles
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = MARKS
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import group_timeout, set_group_timeout
 from rotorch.comm.axis_group import Wait
-from rotorch.comm.transports.message_ring import new_group
+from rotorch.comm.transports.message_ring import connect, new_group
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.pipelining.simulate import MOST_UNCLAIMED
 
@@ -94,7 +94,7 @@ class GroupConnections:
     def _connect(self, device: torch.device) -> None:
         """Makes NCCL create its communicators now, not in the first message, for which both ends would have to come."""
         for group in (self._upwards, self._downwards):
-            dist.all_reduce(torch.zeros(1, device=device), group=group)
+            connect(group, device=device)
         # Every pair of neighbours in one order on all ranks, so that both ends of a pair come to it together.
         one = torch.zeros(1, device=device)
         for low, high in dict.fromkeys(tuple(sorted((k, (k + 1) % self._size))) for k in range(self._size)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BeforeValidator
 
@@ -13,9 +13,13 @@ RECORDED: Literal["reduce-overhead"] = "reduce-overhead"
 """torch's name of the mode."""
 
 
+def is_compile(value: object) -> TypeGuard[Compile]:
+    """True if a value is one of `Compile`: by its class, since 1 equals True."""
+    return isinstance(value, bool) or value == RECORDED
+
+
 def _check(value: Any) -> Any:
-    # By its class: 1 equals True.
-    if not isinstance(value, bool) and value != RECORDED:
+    if not is_compile(value):
         raise ValueError(f'write true, false or "{RECORDED}"')
     return value
 

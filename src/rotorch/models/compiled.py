@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from rotorch.core.compiling import RECORDED, Compile
+from rotorch.core.compiling import RECORDED, Compile, is_compile
 from rotorch.core.errors import ConfigError
 from rotorch.models.blocks import repeated_blocks
 
@@ -79,10 +79,8 @@ def backward_has_come(is_run: Callable[[Any], bool]) -> None:
 
 def check_mode(compile: object) -> Compile:
     """Returns the argument of `parallelize`; raises `ConfigError` if it is none of its values."""
-    if compile is True or compile is False:
+    if is_compile(compile):
         return compile
-    if compile == RECORDED:
-        return RECORDED
     raise ConfigError(f"compile={compile!r}: write True, False or {RECORDED!r}")
 
 

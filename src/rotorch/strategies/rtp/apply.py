@@ -65,7 +65,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
 
     def __init__(self, setup: Setup) -> None:
         module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
-        compiled = setup.compiled
+        compiled = bool(setup.compiled)
         self._mesh = mesh
         self._within = within = None if setup.within is None else SharedBatch(setup)
         if spec.kept_whole and mesh.size() > 1 and mesh.get_rank() == 0:
@@ -75,7 +75,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                 "rtp: recompute=all_but_attention selects operations of a forward, and a compiled one has none to "
                 "select. Write recompute=slice, or leave compile out"
             )
-        check_not_compiled(spec, kind="rtp", compiled=bool(compiled))
+        check_not_compiled(spec, kind="rtp", compiled=compiled)
         heads = head_weights(module)
         visiting = spec.cut_units if within is None else within.visiting
         self.ring, self.units = _on_a_ring(setup, visiting, heads=heads)
@@ -95,7 +95,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                     rotating,
                     sites=sites,
                     whole=whole_weight,
-                    compiled=bool(compiled),
+                    compiled=compiled,
                     within=None if within is None else within.region,
                 )
                 PartialModule(
@@ -105,7 +105,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                     sites=sites,
                     once=shards.leaves.__getitem__,
                     proven=module_declares(module) or rotating.unit.note(WholeExperts) is not None,
-                    compiled=compiled,
+                    compiled=setup.compiled,
                 )
             else:
                 for weight in rotating.unit.weights:
@@ -118,7 +118,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                         proxy = within.proxy(weight.name, of=rotating.unit.name, shard=proxy)
                     shards.replace(weight.name, proxy)
         if within is not None:
-            within.hold_empty_parts(module, shards=shards, sites=sites, compiled=bool(compiled))
+            within.hold_empty_parts(module, shards=shards, sites=sites, compiled=compiled)
         if strategy.recomputes_units:
             between = [u for u in spec.units if u.kind is UnitKind.REPLICATED and not is_whole(u)]
             whole = {weight.name for unit in between for weight in unit.weights}
