@@ -3,14 +3,16 @@
 In float64 every combination is one process's loss and gradients to 1e-10, over two optimizer steps.
 
 In bfloat16 it is held against one process in float32, whose own errors are a thousandth of what is looked at here: its
-gradients may be off by at most twice what those of one process under the same autocast are off, and a loss, a mean over
-two hundred tokens, by a quarter of the 2^-8 that each of them may be off. Every product of both keeps 8 bits. The
-sum over slices is rounded once more per slice, and an embedding's rows are rounded, which one process does not do: so
-more than once its error, but of the same kind. Roundings go either way, and what they do to a gradient's length along
-the true one averages out: that is off by a hundredth, may be by three, and is by eight if one rank's part of one batch
-of four is missing or counted twice.
+gradients may be off by at most twice what those of one process in the same precision are off, and a loss, a mean over
+two hundred tokens, by a quarter of the 2^-8 that each of them may be off. That process runs under the same autocast,
+or, for weights in bfloat16, with a copy of the model in bfloat16, whose gradients go to weights in float32. Every
+product of both keeps 8 bits. The sum over slices is rounded once more per slice, and under autocast an embedding's rows
+are, which one process does not do: so more than once its error, but of the same kind. Roundings go either way, and what
+they do to a gradient's length along the true one averages out: that is off by a hundredth, may be by three, and is by
+eight if one rank's part of one batch of four is missing or counted twice.
 """
 
+import copy
 import math
 from functools import cache
 from itertools import product
@@ -35,7 +37,7 @@ TIMES = 2.0  # what gradients of one process under autocast are off
 LOSS_BAR = 2.0**-10
 LENGTH_BAR = 0.03
 SMALL = 1e-3  # of the model's largest gradient: less is zero but for rounding (the bias of keys)
-PRECISIONS = ("float64", "bfloat16")
+PRECISIONS = ("float64", "bfloat16", "autocast_bfloat16")
 WAYS = (
     ("shared_memory", "out_of_place"),  # there is nothing to buffer: see tests/strategies/test_layouts.py
     ("send_receive", "out_of_place"),
@@ -49,7 +51,9 @@ QUICK = {
     ("float64", *WAYS[0]): (("none", 1), (ALL_BUT_ATTENTION, 1)),
     ("float64", *WAYS[1]): (("head", 1), (ALL_BUT_ATTENTION, 1)),
     ("float64", *WAYS[2]): EACH,
+    ("bfloat16", *WAYS[0]): (("none", 1),),
     ("bfloat16", *WAYS[2]): (("none", 1), ("slice", 4)),
+    ("autocast_bfloat16", *WAYS[2]): (("none", 1), ("slice", 4)),
 }
 """Each value where slices come in place; of the rest two. Of four micro-batches steps take four times as long."""
 
@@ -79,7 +83,15 @@ def optimizer_over(parameters):
     return torch.optim.SGD(parameters, lr=0.1)  # steps as large as gradients are: errors show in the next one
 
 
-def one_process(config, precision, *, autocast=False):
+def in_bfloat16(module):
+    """A copy of a module whose weights are in bfloat16."""
+    half = copy.deepcopy(module)
+    for parameter in half.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return half
+
+
+def one_process(config, precision):
     """Losses and gradients of every step."""
     watched = build(config, precision)
     module = causal_lm(config).train()
@@ -87,9 +99,14 @@ def one_process(config, precision, *, autocast=False):
     fill(module, spec=describe(watched), recipes=take_recipes(watched), seed=SEED)
     optimizer, steps = optimizer_over(module.parameters()), []
     for step in range(STEPS):
-        computing = exact_arithmetic() if precision == "float64" else torch.autocast("cpu", torch.bfloat16, autocast)
-        with computing:
-            loss = float(reference_step(module, parity_batch(step=step, vocab_size=config.vocab_size)))
+        batch, computing = parity_batch(step=step, vocab_size=config.vocab_size), module
+        if precision == "bfloat16":
+            computing = in_bfloat16(module)
+        autocast = torch.autocast("cpu", torch.bfloat16, precision == "autocast_bfloat16")
+        with exact_arithmetic() if precision == "float64" else autocast:
+            loss = float(reference_step(computing, batch))
+        for parameter, computed in zip(module.parameters(), computing.parameters(), strict=True):
+            parameter.grad = computed.grad.to(parameter.dtype)
         steps.append((loss, {name: p.grad.clone() for name, p in module.named_parameters()}))
         optimizer.step()
     return steps
@@ -98,19 +115,22 @@ def one_process(config, precision, *, autocast=False):
 @pytest.fixture(scope="module")
 def expected(config):
     """Results of one process, by precision."""
-    return {"float64": one_process(config, "float64"), "bfloat16": one_process(config, "float32")}
+    true = one_process(config, "float32")
+    return {"float64": one_process(config, "float64"), "bfloat16": true, "autocast_bfloat16": true}
 
 
 @pytest.fixture(scope="module")
 def bars(config, expected):
     """By precision: the largest errors of a loss, of a gradient, and of its length along the true one."""
-    error = 0.0
-    autocast = one_process(config, "float32", autocast=True)
-    for (_, gradients), (_, true) in zip(autocast, expected["bfloat16"], strict=True):
-        floor = 1e-3 * max(float(g.abs().max()) for g in true.values())  # as in `gradient_errors`
-        error = max(error, *(relative_error(gradients[name], true[name], floor=floor) for name in true))
-    assert error < 0.15  # or the bar would let a missing part through
-    return {"float64": (EXACT, EXACT, EXACT), "bfloat16": (LOSS_BAR, TIMES * error, LENGTH_BAR)}
+    found = {"float64": (EXACT, EXACT, EXACT)}
+    for precision in ("bfloat16", "autocast_bfloat16"):
+        error = 0.0
+        for (_, gradients), (_, true) in zip(one_process(config, precision), expected[precision], strict=True):
+            floor = 1e-3 * max(float(g.abs().max()) for g in true.values())  # as in `gradient_errors`
+            error = max(error, *(relative_error(gradients[name], true[name], floor=floor) for name in true))
+        assert error < 0.15  # or the bar would let a missing part through
+        found[precision] = (LOSS_BAR, TIMES * error, LENGTH_BAR)
+    return found
 
 
 def errors(config, expected, precision, transport, buffering, compile, quick):
@@ -123,7 +143,8 @@ def errors(config, expected, precision, transport, buffering, compile, quick):
             build(config, precision),
             f"rtp={RANKS}[recompute={recompute},transport={transport},buffering={buffering}]",
             device="cpu",
-            autocast_dtype=torch.bfloat16 if precision == "bfloat16" else None,
+            autocast_dtype=torch.bfloat16 if precision == "autocast_bfloat16" else None,
+            param_dtype=torch.bfloat16 if precision == "bfloat16" else None,
             compile=compile,
         ).materialize(seed=SEED)
         optimizer, worst, along = optimizer_over(model.parameters()), [0.0, 0.0], {}

@@ -5,6 +5,13 @@
     Blocks are gathered one after another, in forward and again in backward; weights outside of blocks (embedding, last
     norm, head) once a step, since a head's logits may be made after the model's forward has ended. In a loop of a
     user's own forward and backward are two passes, and these weights come once for each.
+
+[Note: groups]
+    `fsdp` gathers each block by itself, and a table for look-ups and the head by themselves if nothing else uses their
+    weights; all else outside of blocks is one group, whole from the beginning of a forward to the end of its backward.
+    The head is whole to the end of its own backward, and from the beginning too: a fused loss may read its weights
+    wherever it likes. A table comes for its own forward, and again for its own backward, if the model says (by its
+    pipeline plan) that it calls it; of others nobody knows whether they multiply with it as well.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rotorch.core.layout import Layout, combine_layouts
-from rotorch.core.spec import ModelSpec, Unit, Weight
+from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.traffic import Kind, Phase, Transfer
 
 
@@ -60,6 +67,17 @@ class OutsideOfBlocks:
     names: frozenset[str]
 
 
+@dataclass(frozen=True)
+class OwnGroup:
+    """Note of a unit outside of blocks that `fsdp` gathers by itself (see [Note: groups]).
+
+    Attributes:
+        again: gathered again for its backward, as blocks are.
+    """
+
+    again: bool
+
+
 def with_blocks_noted(spec: ModelSpec) -> ModelSpec:
     """The same units, with notes of weights outside of blocks (see [Note: around another strategy])."""
     units = []
@@ -68,6 +86,62 @@ def with_blocks_noted(spec: ModelSpec) -> ModelSpec:
         outside = frozenset(names)
         units.append(unit.with_note(OutsideOfBlocks(outside)) if outside else unit)
     return replace(spec, units=tuple(units))
+
+
+def with_own_groups(spec: ModelSpec) -> ModelSpec:
+    """The same units, with notes of those outside of blocks that are gathered by themselves (see [Note: groups])."""
+
+    def is_alone(unit: Unit) -> bool:
+        outside = all(not w.aliases and spec.block_number(w) == len(spec.blocks) for w in unit.weights)
+        return unit.kind is UnitKind.WEIGHT and unit.uses == 1 and outside
+
+    alone = [unit for unit in spec.units if is_alone(unit)] if spec.blocks else []
+    notes = {unit.name: OwnGroup(again=False) for unit in alone if unit.logits}
+    looked_up = [unit for unit in alone if unit.combine is Combine.SUM and not unit.reads_in_backward]
+    if spec.order.layers and looked_up:
+        table = max(looked_up, key=lambda unit: unit.num_bytes)
+        notes[table.name] = OwnGroup(again=any(weight.trained for weight in table.weights))
+    units = (unit.with_note(notes[unit.name]) if unit.name in notes else unit for unit in spec.units)
+    return replace(spec, units=tuple(units))
+
+
+def _in_parts(unit: Unit) -> tuple[Unit, Unit]:
+    """A unit's weights outside of blocks, and those inside, as units."""
+    note = unit.note(OutsideOfBlocks)
+    outside = tuple(w for w in unit.weights if note is not None and w.name in note.names)
+    inside = tuple(w for w in unit.weights if w not in outside)
+    return replace(unit, weights=outside), replace(unit, weights=inside)
+
+
+def groups_layout(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
+    """Layout of a unit's rows on the rank at `position` of `size` that compute with whole weights.
+
+    Args:
+        unit: the whole weights.
+        size: number of ranks.
+        position: of the rank among these.
+        axis: of these.
+        again: True if backward gathers blocks again.
+    """
+    own = unit.note(OwnGroup)
+    outside, inside = _in_parts(unit)
+    twice = [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD]
+    parts = (
+        (outside, twice if own is not None and own.again else [Phase.FORWARD], 2),  # with its gradient
+        (inside, twice, 3),  # and with the next one
+    )
+    return combine_layouts(
+        gathered_layout(
+            part,
+            size=size,
+            position=position,
+            axis=axis,
+            gathers=gathers,
+            transient_bytes=at_once * part.bytes_in_pass + part.num_bytes,  # and the message that sends gradients
+        )
+        for part, gathers, at_once in parts
+        if part.weights
+    )
 
 
 def slices_layout(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
@@ -80,22 +154,20 @@ def slices_layout(unit: Unit, *, size: int, position: int, axis: str, again: boo
         axis: of these.
         again: True if backward gathers blocks again.
     """
-    note = unit.note(OutsideOfBlocks)
-    outside = [w for w in unit.weights if note is not None and w.name in note.names]
-    inside = [w for w in unit.weights if w not in outside]
+    outside, inside = _in_parts(unit)
     parts = (
         (outside, [Phase.FORWARD], 1),
         (inside, [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD], 2),
     )
     return combine_layouts(
         gathered_layout(
-            part := replace(unit, weights=tuple(weights)),
+            part,
             size=size,
             position=position,
             axis=axis,
             gathers=gathers,
             transient_bytes=at_once * (part.bytes_in_pass + part.num_bytes),
         )
-        for weights, gathers, at_once in parts
-        if weights
+        for part, gathers, at_once in parts
+        if part.weights
     )
