@@ -254,11 +254,16 @@ def test_predicted_peaks_under_fully_shard_are_those_of_a_real_step(rows, tokens
         ("megatron=2", "float32"),
         ("tesseract=1x1x2", "float32"),  # whose messages of gradients are as large as all layers together
         ("single[recompute=block]", "bfloat16"),  # which keeps inputs of layers that norms do not
+        ("fsdp=2", "bfloat16"),  # with messages of what was gathered and is being sent beside the norm's backward
         *(
             pytest.param(text, precision, marks=pytest.mark.slow)
             for text in ("single", "fsdp=2", "fsdp=2[recompute=block]", "megatron=2")
             for precision in ("float32", "bfloat16")
             if (text, precision) not in (("megatron=2", "float32"), ("fsdp=2", "bfloat16"))
+        ),
+        *(
+            pytest.param("fsdp=2[reshard=false]", precision, marks=pytest.mark.slow)
+            for precision in ("float32", "bfloat16")
         ),
         pytest.param("ddp=2[recompute=block]", "float32", marks=pytest.mark.slow),
     ],
