@@ -42,7 +42,7 @@ class LinkSpeed:
         latency_s: of a message.
         hop_s: of a collective, per doubling of its group.
         copy_s: of a copy out of another device's memory; None where messages are sent.
-        copy_issue_s: of the host, for such a copy.
+        issue_s: of the host, for a copy or a message.
     """
 
     devices: int
@@ -50,7 +50,7 @@ class LinkSpeed:
     latency_s: float
     hop_s: float
     copy_s: float | None = None
-    copy_issue_s: float = 0.0
+    issue_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ class Speeds:
         return transfer.num_messages * self.message_s(group, collective=not point_to_point) + sent_s
 
     def issue_s(self, transfer: Transfer, group: Group) -> float:
-        """Seconds of the host for copies out of other devices' memory; a message counts none."""
-        return transfer.num_messages * self._link_of(group).copy_issue_s if transfer.kind is Kind.COPY else 0.0
+        """Seconds of the host for the messages of a transfer, or its copies out of other devices' memory."""
+        return transfer.num_messages * self._link_of(group).issue_s
 
     def _link_of(self, group: Group) -> LinkSpeed:
         return next((link for link in self.links if group.reach <= link.devices), self.links[-1])
@@ -198,7 +198,7 @@ def speeds_of(cluster: Cluster, *, dtype: Dtype) -> Speeds:
                 link.latency.value,
                 link.hop.value,
                 None if link.copy_from_peer is None else link.copy_from_peer.value,
-                0.0 if link.copy_issue is None else link.copy_issue.value,
+                0.0 if link.issue is None else link.issue.value,
             )
             for link in cluster.links
         ),
