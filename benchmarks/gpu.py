@@ -1,7 +1,7 @@
 """Costs and savings of rotation on a GPU. Needs one; without one it says so and ends with exit code 0.
 
-    python benchmarks/gpu.py                    # everything, about 20 minutes; writes benchmarks/results/gpu-*.json
-    python benchmarks/gpu.py --only slices      # one of: one_rank, shared, slices, parts
+    python benchmarks/gpu.py                    # everything, about 25 minutes; writes benchmarks/results/gpu-*.json
+    python benchmarks/gpu.py --only slices      # one of: one_rank, shared, run, slices, parts
 
     one_rank  a step of one rank of 8 for the shapes of Llama-3-8B, by the clock, on the host, on the GPU, and its peak:
               FSDP2 as its documentation and as its experts have it, and rtp over memory without peers, in bfloat16 and
@@ -11,6 +11,7 @@
               the rest.
     shared    2 and 4 ranks that share the GPU, over symmetric memory and a gloo group: rtp's losses and gradients
               against one process in float64, and each rank's peak memory. No speed: ranks take turns on the GPU.
+    run       `rotorch train` of a model of 1B: its first step, what saves cost, a run that is resumed.
     slices    what cutting a matrix product into 8 slices costs, and what fused matrices, two streams and two slices at
               a time win back.
     parts     weight gradients by one product, attention of few heads, copies and waits beside products, what a call
@@ -35,6 +36,7 @@ sys.path.insert(0, str(HERE))
 
 import gpu_one_rank  # noqa: E402
 import gpu_parts  # noqa: E402
+import gpu_run  # noqa: E402
 import gpu_shared  # noqa: E402
 import gpu_slices  # noqa: E402
 
@@ -43,6 +45,7 @@ from rotorch.bench.record import describe_origin  # noqa: E402
 PARTS = {
     "one_rank": gpu_one_rank.measure,
     "shared": gpu_shared.measure,
+    "run": gpu_run.measure,
     "slices": gpu_slices.measure,
     "parts": gpu_parts.measure,
 }

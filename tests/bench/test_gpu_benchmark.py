@@ -212,3 +212,29 @@ def test_ranks_that_share_are_exact():
 
     found = gpu_shared.exactness("rtp=2[transport=shared_memory]", device="cpu")
     assert found["ok"] and max(found["max_rel_err_loss"], found["max_rel_err_grad"]) <= 1e-10
+
+
+def test_a_run_of_the_command_line_says_what_its_user_waits_for(tmp_path, warm):
+    import gpu_run
+
+    from rotorch.run_config import load_run_config
+
+    for device in ("cuda", "cpu"):
+        config = gpu_run.write_config(tmp_path, device=device, tokens=16, steps=5)
+        read = load_run_config(config)
+        assert read.train.device == device and read.train.steps == 5 and read.train.precision == "bfloat16"
+    found = gpu_run.row("saves", config, ["train.checkpoint_every=3"])
+    assert found["first_step_s"] > found["step_s"] > 0 and len(found["times"]) == 5
+    assert found["checkpoint_bytes"] > 4 * 3 * 320 * 64  # a table and its moments
+    assert len(list((tmp_path / "saves" / "checkpoints").iterdir())) >= 1
+    with pytest.raises(RuntimeError, match=r"again: exit code 2: .*saves"):
+        gpu_run.row("again", config, [], run="saves")  # which is there
+
+
+@pytest.mark.slow
+def test_a_run_is_saved_and_goes_on(warm):
+    import gpu_run
+
+    found = gpu_run.measure(device="cpu", tokens=16, steps=1)
+    assert [row["run"] for row in found["rows"]] == ["plain", "saves", "async", "resumed"]
+    assert all(row["stall_s"] >= 0 and row["beside_s"] > 0 for row in found["rows"][1:3])
