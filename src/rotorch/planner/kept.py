@@ -156,6 +156,8 @@ class KeptBytes:
                 outside -= max((layer.given.of(self.rows) for layer in layers), default=0.0)  # the norm's output
             if stage and part and part.start not in self._again_in(stage, part):  # for the gradient that it is to have
                 here += layers[self.model.pattern[part.start]].unsaved_input.of(self.rows, cut=self.cuts.stream)
+            if self._again_in(stage, part):
+                outside += self.traced.unsaved_shared.of(self.rows)
             if not last:  # the output is kept until its gradient comes
                 here += max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in layers), default=0.0)
             if last and stages is not None:  # of each micro-batch; one's are counted where the loss is

@@ -83,6 +83,7 @@ class Traced:
         behind: of `outside`, those behind the layers.
         behind_backward: the most in the backward of what lies between the layers and the head, beyond what the layers
             keep and the gradient of their output.
+        unsaved_shared: given to all layers and not kept, but where these are computed again.
     """
 
     layers: tuple[TracedLayer, ...]
@@ -91,3 +92,4 @@ class Traced:
     temporaries: PerRow
     behind: PerRow = PerRow()
     behind_backward: PerRow = PerRow()
+    unsaved_shared: PerRow = PerRow()

@@ -113,6 +113,7 @@ def trace_memory(
         temporaries=fits["temporaries"],
         behind=fits["behind"],
         behind_backward=fits["behind backward"],
+        unsaved_shared=fits["unsaved shared"],
     )
 
 
@@ -337,10 +338,16 @@ class _Saved:
         """Kind of what that unit keeps."""
         self._shared: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
         """Storages that all layers are given, while they live: what comes later may have the key of one that died."""
+        self._unsaved_shared: dict[int, int] = {}
+        """Bytes of those of them that nothing has saved."""
 
     def share(self, tensors: Iterable[Tensor]) -> None:
         """Notes tensors that all layers are given: tables of positions, masks."""
-        self._shared.update({storage_key(tensor): tensor.untyped_storage() for tensor in tensors})
+        for tensor in tensors:
+            key, storage = storage_key(tensor), tensor.untyped_storage()
+            self._shared[key] = storage
+            if key not in self.held:
+                self._unsaved_shared[key] = storage.nbytes()
 
     def pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
@@ -353,6 +360,8 @@ class _Saved:
         else:
             is_inside = self.unit is not None and key not in self.unit
             kind = f"{self.layer} {'attention' if self.attends else self.inside if is_inside else 'stream'}"
+        if key in self._shared:
+            self._unsaved_shared.pop(key, None)
         if self.layer and key == self.given:
             self.saves_given.add(self.layer)
         if self.is_second and key not in self.held:
@@ -363,6 +372,11 @@ class _Saved:
     def bytes_of(self, kind: str) -> int:
         every = (*self.held.values(), *self.second.values())
         return sum(tensor.untyped_storage().nbytes() for tensor, found in every if found == kind)
+
+    @property
+    def unsaved_shared_bytes(self) -> int:
+        """Bytes of what all layers are given and autograd does not keep: masks that are added."""
+        return sum(self._unsaved_shared.values())
 
 
 def _trace(
@@ -414,6 +428,7 @@ def _trace(
             kept = {f"{name} {kind}": float(saved.bytes_of(f"{name} {kind}")) for name in names for kind in _KINDS}
             kept["behind"] = float(saved.bytes_of("behind"))
             kept["outside"] = float(saved.bytes_of("outside")) + kept["behind"]
+            kept["unsaved shared"] = float(saved.unsaved_shared_bytes)
             kept |= {
                 f"{name} unsaved input": given[f"{name} given"] * (name not in saved.saves_given) for name in names
             }
