@@ -11,7 +11,8 @@
               the rest.
     shared    2 and 4 ranks that share the GPU, over symmetric memory and a gloo group: rtp's losses and gradients
               against one process in float64, and each rank's peak memory. No speed: ranks take turns on the GPU.
-    run       `rotorch train` of a model of 1B: its first step, what saves cost, a run that is resumed.
+    run       `rotorch train` of a model of 1B: its first step, what saves cost, a run that is resumed. Takes 45 GB of
+              the disk that holds temporary files.
     slices    what cutting a matrix product into 8 slices costs, and what fused matrices, two streams and two slices at
               a time win back.
     parts     weight gradients by one product, attention of few heads, copies and waits beside products, what a call

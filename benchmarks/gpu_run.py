@@ -13,6 +13,7 @@ the lines of metrics.jsonl:
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,12 +45,15 @@ def measure(*, device: str, tokens: int, steps: int) -> dict[str, Any]:
         save = f"train.checkpoint_every={half}"
         plain = row("plain", config, [])
         rows = [plain]
+        shutil.rmtree(config.parent / "plain")
         for name, options in (("saves", [save]), ("async", [save, "train.async_save=true"])):
             found = row(name, config, options)
             times = found.pop("times")
             found["stall_s"] = max(0.0, times[half] - times[half - 1] - plain["step_s"])
             found["beside_s"] = times[half + 1] - times[half]
             rows.append(found)
+            if name == "saves":
+                shutil.rmtree(config.parent / name)  # checkpoints of 15 GB each
         found = row("resumed", config, [f"train.steps={2 * half + _AFTER}"], run="async", resume=True)
         rows.append(found)
     for each in rows:
@@ -64,7 +68,7 @@ def write_config(directory: Path, *, device: str, tokens: int, steps: int) -> Pa
         "model.config": model,
         "parallel": {"layout": "single"},
         "data": {"source": "stdlib", "tokenizer": "bytes", "sequence_length": tokens, "cache_dir": str(directory)},
-        "train": {"steps": steps, "micro_batch": 1, "device": device, "precision": "bfloat16"},
+        "train": {"steps": steps, "micro_batch": 1, "device": device, "precision": "bfloat16", "keep": 1},
         "optimizer": {"lr": 1e-4, "warmup_steps": 1},
     }
     lines = []
@@ -79,7 +83,7 @@ def row(name: str, config: Path, options: list[str], *, run: str = "", resume: b
     """One run in a directory of its own, or that of `run`; seconds of its steps, as its lines appear.
 
     Raises:
-        RuntimeError: the run fails, with its last line.
+        RuntimeError: the run fails, with its last line, or takes too long.
     """
     out = config.parent / (run or name)
     metrics, printed = out / "metrics.jsonl", config.parent / f"{name}.txt"
@@ -92,7 +96,9 @@ def row(name: str, config: Path, options: list[str], *, run: str = "", resume: b
             now = time.monotonic() - begun
             times += [now] * (len(lines_of(metrics)) - known - len(times))
             if now > _LIMIT_S:
-                process.kill()
+                process.terminate()  # the launcher takes its rank with it
+                process.wait()
+                raise RuntimeError(f"{name}: not at its end after {_LIMIT_S:.0f} s")
             time.sleep(0.005)
     if process.returncode:
         last = printed.read_text("utf-8", "replace").strip().splitlines() or ["no word"]

@@ -1,17 +1,14 @@
 """Bytes of weights that are cut along their first dim and gathered whole for use, for `fsdp` and `zeropp`.
 
+[Note: outside of blocks]
+    `fsdp` gathers each block by itself, and all weights outside of blocks as one group, which is whole from the
+    beginning of a forward to the end of its backward. So a model may use its embedding and its head wherever it likes.
+
 [Note: around another strategy]
     Ranks around another strategy's (`fsdp=2,megatron=4`) gather slices of weights, with which that strategy computes.
     Blocks are gathered one after another, in forward and again in backward; weights outside of blocks (embedding, last
     norm, head) once a step, since a head's logits may be made after the model's forward has ended. In a loop of a
     user's own forward and backward are two passes, and these weights come once for each.
-
-[Note: groups]
-    `fsdp` gathers each block by itself, and a table for look-ups and the head by themselves if nothing else uses their
-    weights; all else outside of blocks is one group, whole from the beginning of a forward to the end of its backward.
-    The head is whole to the end of its own backward, and from the beginning too: a fused loss may read its weights
-    wherever it likes. A table comes for its own forward, and again for its own backward, if the model says (by its
-    pipeline plan) that it calls it; of others nobody knows whether they multiply with it as well.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rotorch.core.layout import Layout, combine_layouts
-from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.core.traffic import Kind, Phase, Transfer
 
 
@@ -67,17 +64,6 @@ class OutsideOfBlocks:
     names: frozenset[str]
 
 
-@dataclass(frozen=True)
-class OwnGroup:
-    """Note of a unit outside of blocks that `fsdp` gathers by itself (see [Note: groups]).
-
-    Attributes:
-        again: gathered again for its backward, as blocks are.
-    """
-
-    again: bool
-
-
 def with_blocks_noted(spec: ModelSpec) -> ModelSpec:
     """The same units, with notes of weights outside of blocks (see [Note: around another strategy])."""
     units = []
@@ -85,23 +71,6 @@ def with_blocks_noted(spec: ModelSpec) -> ModelSpec:
         names = (w.name for w in unit.weights if spec.block_number(w) == len(spec.blocks))
         outside = frozenset(names)
         units.append(unit.with_note(OutsideOfBlocks(outside)) if outside else unit)
-    return replace(spec, units=tuple(units))
-
-
-def with_own_groups(spec: ModelSpec) -> ModelSpec:
-    """The same units, with notes of those outside of blocks that are gathered by themselves (see [Note: groups])."""
-
-    def is_alone(unit: Unit) -> bool:
-        outside = all(not w.aliases and spec.block_number(w) == len(spec.blocks) for w in unit.weights)
-        return unit.kind is UnitKind.WEIGHT and unit.uses == 1 and outside
-
-    alone = [unit for unit in spec.units if is_alone(unit)] if spec.blocks else []
-    notes = {unit.name: OwnGroup(again=False) for unit in alone if unit.logits}
-    looked_up = [unit for unit in alone if unit.combine is Combine.SUM and not unit.reads_in_backward]
-    if spec.order.layers and looked_up:
-        table = max(looked_up, key=lambda unit: unit.num_bytes)
-        notes[table.name] = OwnGroup(again=any(weight.trained for weight in table.weights))
-    units = (unit.with_note(notes[unit.name]) if unit.name in notes else unit for unit in spec.units)
     return replace(spec, units=tuple(units))
 
 
@@ -113,8 +82,8 @@ def _in_parts(unit: Unit) -> tuple[Unit, Unit]:
     return replace(unit, weights=outside), replace(unit, weights=inside)
 
 
-def groups_layout(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
-    """Layout of a unit's rows on the rank at `position` of `size` that compute with whole weights.
+def blocks_layout(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
+    """Layout of a unit's rows, on the rank at `position` of `size` ranks that compute with whole weights.
 
     Args:
         unit: the whole weights.
@@ -123,12 +92,11 @@ def groups_layout(unit: Unit, *, size: int, position: int, axis: str, again: boo
         axis: of these.
         again: True if backward gathers blocks again.
     """
-    own = unit.note(OwnGroup)
     outside, inside = _in_parts(unit)
     twice = [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD]
     parts = (
-        (outside, twice if own is not None and own.again else [Phase.FORWARD], 2),  # with its gradient
-        (inside, twice, 3),  # and with the next one
+        (outside, [Phase.FORWARD], 2),  # with its gradient
+        (inside, twice, 3),  # and with the block fetched ahead
     )
     return combine_layouts(
         gathered_layout(

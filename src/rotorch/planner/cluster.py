@@ -115,7 +115,6 @@ class Link(_Table):
         hop: seconds that a collective takes besides whenever the group doubles.
         copy_from_peer: seconds that a copy out of a mapped memory of another device takes besides its bytes, behind
             another copy; None where no memory is mapped.
-        issue: seconds that the host takes to issue a copy or a message, with the marks, waits and signals around it.
     """
 
     name: str = Field(min_length=1)
@@ -124,7 +123,6 @@ class Link(_Table):
     latency: Measured
     hop: Measured
     copy_from_peer: Measured | None = None
-    issue: Measured | None = None
 
 
 class Cluster(_Table):

@@ -158,9 +158,7 @@ class _Passes(KeptBytes):
             if self.gathers:  # gradients of layers leave one after the other
                 number = max(1, self.model.num_layers)
                 late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
-                # A loss's backward fetches ahead what ran last: a head with a group, or else the last layer.
-                in_forward = whole.root + (whole.layers if whole.own_head.weights else max(whole.block, whole.layers))
-                in_forward += whole.own_head.weights + (whole.own_table.weights if whole.layers else 0.0)
+                in_forward = whole.root + max(whole.block, whole.layers)
                 in_backward = whole.root + whole.head + max(2 * whole.block, whole.layers)
                 in_backward += whole.gradient + whole.message
                 last = {"gradients": late, "gathered": in_backward, "activations": first, "temporaries": inside}
@@ -321,48 +319,38 @@ class _Passes(KeptBytes):
         each = [self._of_layer(place) for place in range(len(self.traced.layers))]
         of_layers = sum(each[place] * count for place, count in self.model.counts_of(range(number)).items())
         around = kept - of_layers - self.traced.behind.of(self.rows)
-        head, table = whole.own_head, whole.own_table
-        stays = whole.layers + table.weights if whole.layers else 0.0
-        if head.weights:
-            # In a loss's forward the last layer's message has not been freed; in the head's backward that layer is
-            # fetched ahead, and the head's gradient is made beside that of its output.
-            gathered = whole.root + head.weights + stays
+        if whole.layers:  # in a loss's forward the last layer's message has not been freed
             one = self._logits * self.batch.itemsize / self.batch.loss_itemsize
             in_loss = self._logits + (one + self._logits if one < self._logits else 0.0)
-            yield {"gradients": early, "gathered": gathered + whole.block, "activations": kept, "logits": in_loss}
-            gathered += head.gradients + (0.0 if stays else whole.block)
-            yield {"gradients": early, "gathered": gathered, "activations": kept, "logits": one}
-        num_ranks = self.inner.num_ranks
-        own_before, outside = head.message / num_ranks, outside - head.message / num_ranks
-        beside = self.traced.layers[self.model.pattern[-1]].given.of(self.rows)
+            gathered = whole.root + whole.layers + whole.block
+            yield {"gradients": early, "gathered": gathered, "activations": kept, "logits": in_loss}
         yield {
-            "gradients": early or own_before,
-            "gathered": whole.root + whole.head + max(whole.block, stays) + head.message,
+            "gradients": early,
+            "gathered": whole.root + whole.head + max(whole.block, whole.layers),
             "activations": kept - self.traced.behind.of(self.rows),
-            "temporaries": beside + self.traced.behind_backward.of(self.rows),
+            "temporaries": self.traced.layers[self.model.pattern[-1]].given.of(self.rows)
+            + self.traced.behind_backward.of(self.rows),
         }
         # Between these numbers of layers that are done it grows evenly, or shrinks.
         for done in {0, min(1, number - 1), max(0, number - 2), number - 1}:
-            ahead, first = (2, 0.0) if done < number - 1 else (1, table.weights)
-            sent = whole.message if done else head.message  # of what is behind
-            gathered = whole.root + whole.head + max(ahead * whole.block + first, stays)
+            ahead = 2 if done < number - 1 else 1
+            gathered = whole.root + whole.head + max(ahead * whole.block, whole.layers)
+            gathered += whole.message if done else 0.0  # what the layer behind has sent
             left = around + of_layers * (number - done - 1) / number
             for place, saved in enumerate(each):
                 for made, alive in self._alive_in(place, again=self.again):
                     yield {
-                        "gradients": early or own_before + own * done / number,
-                        "gathered": gathered + sent + made * whole.gradient,
+                        "gradients": early or own * done / number,
+                        "gathered": gathered + made * whole.gradient,
                         "activations": left + min(alive, saved),
                         "temporaries": max(0.0, alive - saved),
                     }
-            sends = gathered - whole.block + whole.gradient + whole.message
-            yield {"gradients": early or own_before + own * (done + 1) / number, "gathered": sends, "activations": left}
-        own += own_before
-        tables = whole.root + table.weights + whole.head + whole.before + table.gradients + whole.message
+            sends = gathered - (whole.message if done else 0.0) - whole.block + whole.gradient + whole.message
+            yield {"gradients": early or own * (done + 1) / number, "gathered": sends, "activations": left}
+        tables = whole.root + whole.head + whole.before + whole.message
         yield {"gradients": early or own, "gathered": tables, "activations": around}
         # Beside a message gloo has a copy of it, where others have the gradients that it is made of.
-        yield {"gradients": early or own + outside, "gathered": table.gradients + 2 * whole.root_message}
-        yield {"gradients": early or own + outside, "gathered": 2 * table.message}
+        yield {"gradients": early or own + outside, "gathered": 2 * whole.root_message}
 
     def _moments_of_stage(
         self, whole: Gathered, *, kept: float, gradients: float, fewest: int

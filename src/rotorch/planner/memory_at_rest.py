@@ -1,10 +1,8 @@
 """Bytes that a rank holds whatever the batch is: at rest, by the Layouts, and what is gathered for a pass.
 
 [Note: gathered]
-    `fully_shard` has whole: the weights around the layers that are one group, from beginning to end; and during a
-    layer's backward this layer, the layer fetched ahead, the gradient of each and the message that sends it. A head
-    with a group of its own is there to the end of its own backward, a table in its forward, and in backward from the
-    first layer's on (core/gathered.py). A head within the group has its gradient until the end.
+    `fully_shard` has whole: the weights around the layers, from beginning to end; and during a layer's backward this
+    layer, the layer fetched ahead, the gradient of each and the message that sends it, beside the head's gradient.
     Around another strategy the gradient of a layer is summed before the next one is made. A pipeline gathers a stage at
     once, and its gradients are whole until the unit of micro-batches ends.
 """
@@ -14,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rotorch.core.gathered import OwnGroup
 from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.whole_experts import WholeExperts
@@ -26,24 +23,13 @@ from rotorch.strategies.single.plan import Single
 
 
 @dataclass(frozen=True)
-class Group:
-    """Bytes of weights that are gathered by themselves: whole, their gradients, and the message that sends these."""
-
-    weights: float = 0.0
-    gradients: float = 0.0
-    message: float = 0.0
-
-
-@dataclass(frozen=True)
 class Gathered:
     """Bytes of weights that are whole for a while (see [Note: gathered]).
 
     Attributes:
-        root: around the layers, but for the next two.
-        own_head: a head with a group of its own.
-        own_table: a table with one.
-        head: the gradient of a head within the root.
-        before: the gradients of what lies before the layers, within the root.
+        root: around the layers.
+        head: the gradient of a head.
+        before: the gradients of what lies before the layers.
         root_message: what sends the gradients of the root.
         block: the largest layer.
         gradient: its gradient, in the dtype of passes.
@@ -54,8 +40,6 @@ class Gathered:
     """
 
     root: float = 0.0
-    own_head: Group = Group()
-    own_table: Group = Group()
     head: float = 0.0
     before: float = 0.0
     root_message: float = 0.0
@@ -155,34 +139,26 @@ class _HeldBytes:
     @property
     def gathered(self) -> Gathered:
         """Bytes of weights that are whole for a while, or as much of them as the inner strategy's ranks hold."""
-        around = (*self.model.before, *self.model.after)
-        own = [unit for unit in around if unit.note(OwnGroup) is not None and not self._shared]
-        root = [unit for unit in around if unit not in own]
-        learns = [_learned(unit) for unit in root if unit.logits]
-        tables = [_learned(unit) for unit in root if unit in self.model.before]
+        around = sum(map(self._whole_bytes, (*self.model.before, *self.model.after)))
+        head = self.model.head
+        learns = [replace(unit, weights=trained_weights(unit)) for unit in ([] if head is None else [head])]
+        tables = [replace(unit, weights=trained_weights(unit)) for unit in self.model.before]
         blocks = [sum(map(self._whole_bytes, layer.units)) for layer in self.model.classes]
         sums = [sum(self._whole_bytes(unit, summed=True) for unit in layer.units) for layer in self.model.classes]
         # fully_shard's gradients have the dtype of passes until they are sent; others are sent as they are.
         own_gradients = max(sums if self._shared else blocks, default=0.0)
         return Gathered(
-            root=sum(map(self._whole_bytes, root)),
-            own_head=self._group([unit for unit in own if unit.logits]),
-            own_table=self._group([unit for unit in own if not unit.logits]),
+            root=around,
             head=sum(self._whole_bytes(unit, summed=self._shared) for unit in learns),
             before=sum(self._whole_bytes(unit, summed=self._shared) for unit in tables),
-            root_message=sum(self._whole_bytes(_learned(unit), summed=True) for unit in root),
+            root_message=sum(
+                self._whole_bytes(replace(unit, weights=trained_weights(unit)), summed=True)
+                for unit in (*self.model.before, *self.model.after)
+            ),
             block=max(blocks, default=0.0),
             gradient=own_gradients,
             message=0.0 if self._shared else max(sums, default=0.0),
             layers=0.0 if self._reshards else sum(c.count * b for c, b in zip(self.model.classes, blocks, strict=True)),
-        )
-
-    def _group(self, units: Sequence[Unit]) -> Group:
-        learned = [_learned(unit) for unit in units]
-        return Group(
-            weights=sum(map(self._whole_bytes, units)),
-            gradients=sum(map(self._whole_bytes, learned)),
-            message=sum(self._whole_bytes(unit, summed=True) for unit in learned),
         )
 
     def _whole_bytes(self, unit: Unit, *, summed: bool = False) -> float:
@@ -226,11 +202,6 @@ class _HeldBytes:
 def trained_weights(unit: Unit) -> tuple[Weight, ...]:
     """Weights of a unit that get gradients."""
     return tuple(weight for weight in unit.weights if weight.trained)
-
-
-def _learned(unit: Unit) -> Unit:
-    """A unit of the weights that get gradients."""
-    return replace(unit, weights=trained_weights(unit))
 
 
 def linear_features(unit: Unit) -> int:

@@ -42,7 +42,6 @@ class LinkSpeed:
         latency_s: of a message.
         hop_s: of a collective, per doubling of its group.
         copy_s: of a copy out of another device's memory; None where messages are sent.
-        issue_s: of the host, for a copy or a message.
     """
 
     devices: int
@@ -50,7 +49,6 @@ class LinkSpeed:
     latency_s: float
     hop_s: float
     copy_s: float | None = None
-    issue_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -163,10 +161,6 @@ class Speeds:
             return transfer.num_messages * copy_s + sent_s
         return transfer.num_messages * self.message_s(group, collective=not point_to_point) + sent_s
 
-    def issue_s(self, transfer: Transfer, group: Group) -> float:
-        """Seconds of the host for the messages of a transfer, or its copies out of other devices' memory."""
-        return transfer.num_messages * self._link_of(group).issue_s
-
     def _link_of(self, group: Group) -> LinkSpeed:
         return next((link for link in self.links if group.reach <= link.devices), self.links[-1])
 
@@ -198,7 +192,6 @@ def speeds_of(cluster: Cluster, *, dtype: Dtype) -> Speeds:
                 link.latency.value,
                 link.hop.value,
                 None if link.copy_from_peer is None else link.copy_from_peer.value,
-                0.0 if link.issue is None else link.issue.value,
             )
             for link in cluster.links
         ),

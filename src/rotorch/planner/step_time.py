@@ -295,6 +295,7 @@ class _Step:
     def _part(self, units: Sequence[Unit], passes: Passes, *, recomputes: bool) -> _UnitTime:
         speeds = self.plan.speeds
         cut = [unit for unit in units if unit.kind is not UnitKind.REPLICATED]
+        backward = passes.backward
         recompute = speeds.device_s(passes.forward) if recomputes else 0.0
         recompute_host = speeds.host_s(passes.forward) if recomputes else 0.0
         found = _UnitTime(
@@ -302,7 +303,7 @@ class _Step:
             input_s=speeds.device_s(passes.backward_input) + recompute,
             weight_s=speeds.device_s(passes.backward_weight),
             forward_host_s=speeds.host_s(passes.forward),
-            backward_host_s=speeds.host_s(passes.backward) + recompute_host,
+            backward_host_s=speeds.host_s(backward) + recompute_host,
             parts=max((self.cutting.of(unit).parts for unit in cut), default=self.cutting.parts),
             all_come=any(self.cutting.of(unit).slices < self.cutting.slices for unit in cut),
         )
@@ -322,12 +323,11 @@ class _Step:
         exchanged = slowest_exchange(unit, strategy=plan.inner, batch=plan.batch)
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
         gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
-        hosts, host = list(part.activations_host_s), [part.forward_host_s, part.backward_host_s]
+        hosts = list(part.activations_host_s)
         hop, scatter, total = part.hop_s, part.scatter_s, part.sum_s
         forward_send = sum(self._s(t) for t in layout.transfers if t.kind is Kind.SEND and t.phase is Phase.FORWARD)
         for transfer in layout.transfers:
             seconds, back = self._s(transfer), transfer.phase is not Phase.FORWARD
-            host[back] += plan.speeds.issue_s(transfer, plan.group_of[transfer.axis])
             match transfer.kind:
                 case Kind.ALL_GATHER:
                     gathers[back] += seconds
@@ -362,8 +362,6 @@ class _Step:
         total += sum(self._bucketed_s(t) for t in self._outer_sums(layout))
         return replace(
             part,
-            forward_host_s=host[0],
-            backward_host_s=host[1],
             gathers_s=(gathers[0], gathers[1]),
             fetches_s=(fetches[0], fetches[1]),
             activations_s=(activations[0], activations[1]),

@@ -1,4 +1,4 @@
-"""The `fsdp` strategy's hold on a model: torch's `fully_shard` on every decoder block, on its ends, and on the root."""
+"""The `fsdp` strategy's hold on a model: torch's `fully_shard` on every decoder block and on the root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import before_sums_of_gradients, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.core.gathered import OwnGroup
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.early_sums import Part, SumLater
@@ -58,21 +57,12 @@ class FSDPModel(ShardedModel):
             block.register_forward_hook(_return_no_views)
             fully_shard(block, mesh=mesh, ignored_params=ignored, **options)
             before_sums_of_gradients(block, self._note_reached)
-        self._heads: list[FSDPModule] = []
-        for unit in setup.spec.units:
-            own = unit.note(OwnGroup)
-            if own is not None and not is_whole(unit):
-                part = setup.sites[unit.weights[0].name][0].module
-                fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=strategy.reshard and own.again)
-                before_sums_of_gradients(part, self._note_reached)
-                if unit.logits and isinstance(part, FSDPModule):
-                    self._heads.append(part)
         module.register_forward_hook(_return_no_views)
+        # Whole until backward ends, as torch has it: what is outside of blocks is needed at both ends of a pass.
         fully_shard(module, mesh=mesh, ignored_params=ignored, mp_policy=precision, reshard_after_forward=False)
         before_sums_of_gradients(module, self._note_reached)
         self._has_begun = False
         module.register_forward_pre_hook(self._begin)  # behind torch's own, which makes what `_recover` resets
-        module.register_forward_hook(self._gather_heads_for_backward)
         if on_meta:
             # _apply is what nn.Module.to_empty calls; here only parameters that have no memory yet get some.
             module._apply(lambda t: torch.empty_like(t, device=setup.device) if t.is_meta else t.to(setup.device))
@@ -209,17 +199,6 @@ class FSDPModel(ShardedModel):
 
     def _begin(self, *_: Any) -> None:
         self._has_begun = True
-        self._gather_heads()
-
-    def _gather_heads(self, *_: Any) -> None:
-        """Makes heads whole whatever uses them: a fused loss reads their weights without calling them."""
-        for head in self._heads:
-            head.unshard()
-
-    def _gather_heads_for_backward(self, _: nn.Module, __: Any, output: Any) -> None:
-        for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._gather_heads)
 
 
 def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:

@@ -14,8 +14,8 @@ Layout
     `W[F/n, D]`: cut along the first dimension, of any meaning.
 
 Cost
-    Resident P/n. Transient: whole blocks, about 3 in forward and 4 to 5 in backward. Sent (n-1)/n (P + P + G), of a
-    head, and of an embedding tied to it, (n-1)/n (P + G).
+    Resident P/n. Transient: whole blocks, about 3 in forward and 4 to 5 in backward. Sent (n-1)/n (P + P + G), of what
+    is outside of blocks (n-1)/n (P + G).
     With `context=c` each rank has T/c of a sequence's T tokens and gets keys and values that these attend to, K
     features per token and layer: sent 3/4 (c-1)/c T K in forward on average, at most 2 w K with a window of w tokens
     (again where blocks are recomputed), as much for their gradients. With `exchange=heads` it gets all tokens of some
@@ -36,8 +36,7 @@ Around another strategy (`fsdp=a,megatron=b`)
     (`pp=p,fsdp=a,megatron=b`) all slices of a stage come at once, for a unit of micro-batches and a direction.
 
 Deviations
-    Gradients are summed, not averaged. One group per decoder block, one for the embedding and one for the head if they
-    are not tied, all else in the root's, which is not gathered again for backward.
+    Gradients are summed, not averaged. One group per decoder block; embedding, head and final norm form the root group.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.gathered import groups_layout, slices_layout, with_blocks_noted, with_own_groups, with_rows
+from rotorch.core.gathered import blocks_layout, slices_layout, with_blocks_noted, with_rows
 from rotorch.core.layout import Layout
 from rotorch.core.shared_context import SequenceRanks, check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import ModelSpec, Unit
@@ -145,7 +144,7 @@ class FSDP(OneAxis):
             self.units_of(spec)  # finds units that fit into it, or says that none do
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
-        spec = with_own_groups(with_blocks_noted(spec))
+        spec = with_blocks_noted(spec)
         if self.experts == "whole":
             spec = with_whole_experts(spec)
         if self.memory is None:
@@ -160,7 +159,7 @@ class FSDP(OneAxis):
             return Layout(resident_bytes=unit.slice_bytes(num_slices=self.size, index=position))
         if unit.stages:  # gathered at once, outside of blocks, too
             unit = replace(unit, notes=())
-        return groups_layout(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
+        return blocks_layout(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
 
     def keeps_copies(self, unit: Unit) -> bool:
         return is_whole(unit) or unit.note(WholeExperts) is not None
