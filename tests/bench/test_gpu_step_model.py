@@ -43,12 +43,11 @@ def test_the_page_has_the_figures_of_the_record():
     shown |= {f"`visits={g}`, by messages": over("send_receive", g) for g in (8, 4, 2, 1)}
     for head, layout in shown.items():
         cells = [rows[layout, tokens] for tokens in (2048, 4096, 8192)]
-        line = " | ".join(f"{1e3 * row['step_s']:.0f} ({row['of_fsdp']:.2f})" for row in cells)
+        line = " | ".join(f"{1e3 * row['step_s']:.0f} ({row['of_fsdp']:.3f})" for row in cells)
         assert f"| {head} | {line} |" in page
     shares = [[rows[over("symmetric_memory", g), t]["of_fsdp"] for t in (2048, 4096, 8192)] for g in (8, 4)]
     page = page.replace("\n", " ")
-    (at_2k, at_4k, at_8k), (fewer_at_2k, fewer_at_4k, fewer_at_8k) = shares
-    assert fewer_at_4k >= 0.95 > at_4k and at_8k >= 0.95 > fewer_at_2k
-    assert f"it reaches at 8,192 ({at_8k:.3f}) and just misses at 4,096 ({at_4k:.3f})" in page
+    (_, at_4k, at_8k), (_, fewer_at_4k, fewer_at_8k) = shares
+    assert min(fewer_at_4k, fewer_at_8k, at_8k) >= 0.95 > at_4k
+    assert f"misses it at 4,096 ({at_4k:.3f}) and reaches it at 8,192 ({at_8k:.3f})" in page
     assert f"reaches both ({fewer_at_4k:.3f} and {fewer_at_8k:.3f})" in page
-    assert f"they have {at_2k:.3f} and {fewer_at_2k:.3f}" in page
