@@ -1,4 +1,4 @@
-"""What lies outside of blocks under `fsdp`: gathered once, and used however a model likes, on some ranks or on all."""
+"""Weights outside of blocks under `fsdp`: gathered once, and used however a model likes, on some ranks or on all."""
 
 import types
 
