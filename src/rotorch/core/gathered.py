@@ -82,6 +82,21 @@ def _in_parts(unit: Unit) -> tuple[Unit, Unit]:
     return replace(unit, weights=outside), replace(unit, weights=inside)
 
 
+def _layout_of_parts(
+    parts: Sequence[tuple[Unit, Sequence[Phase], int]], *, size: int, position: int, axis: str
+) -> Layout:
+    """Layout of parts of a unit, each with its gathers and transient bytes."""
+    return combine_layouts(
+        gathered_layout(part, size=size, position=position, axis=axis, gathers=gathers, transient_bytes=transient_bytes)
+        for part, gathers, transient_bytes in parts
+        if part.weights
+    )
+
+
+def _gathers_of_blocks(*, again: bool) -> list[Phase]:
+    return [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD]
+
+
 def blocks_layout(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
     """Layout of a unit's rows, on the rank at `position` of `size` ranks that compute with whole weights.
 
@@ -93,23 +108,11 @@ def blocks_layout(unit: Unit, *, size: int, position: int, axis: str, again: boo
         again: True if backward gathers blocks again.
     """
     outside, inside = _in_parts(unit)
-    twice = [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD]
-    parts = (
-        (outside, [Phase.FORWARD], 2),  # with its gradient
-        (inside, twice, 3),  # and with the block fetched ahead
+    parts = (  # with gradients and the message that sends them; of blocks the one that is fetched ahead, too
+        (outside, [Phase.FORWARD], 2 * outside.bytes_in_pass + outside.num_bytes),
+        (inside, _gathers_of_blocks(again=again), 3 * inside.bytes_in_pass + inside.num_bytes),
     )
-    return combine_layouts(
-        gathered_layout(
-            part,
-            size=size,
-            position=position,
-            axis=axis,
-            gathers=gathers,
-            transient_bytes=at_once * part.bytes_in_pass + part.num_bytes,  # and the message that sends gradients
-        )
-        for part, gathers, at_once in parts
-        if part.weights
-    )
+    return _layout_of_parts(parts, size=size, position=position, axis=axis)
 
 
 def slices_layout(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
@@ -124,18 +127,7 @@ def slices_layout(unit: Unit, *, size: int, position: int, axis: str, again: boo
     """
     outside, inside = _in_parts(unit)
     parts = (
-        (outside, [Phase.FORWARD], 1),
-        (inside, [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD], 2),
+        (outside, [Phase.FORWARD], outside.bytes_in_pass + outside.num_bytes),
+        (inside, _gathers_of_blocks(again=again), 2 * (inside.bytes_in_pass + inside.num_bytes)),
     )
-    return combine_layouts(
-        gathered_layout(
-            part,
-            size=size,
-            position=position,
-            axis=axis,
-            gathers=gathers,
-            transient_bytes=at_once * (part.bytes_in_pass + part.num_bytes),
-        )
-        for part, gathers, at_once in parts
-        if part.weights
-    )
+    return _layout_of_parts(parts, size=size, position=position, axis=axis)
