@@ -100,7 +100,7 @@ def test_shards_rest_as_the_layout_says(rows):
 def test_sent_bytes_are_the_layouts(rows):
     assert rows["limit"]["sent_bytes_per_rank"] == rows["single"]["sent_bytes_per_rank"] == 0
     assert rows["ddp=2"]["sent_bytes_per_rank"] == WEIGHTS
-    once = 4 * (V * H + H)  # head and last norm are not gathered again for backward
+    once = 4 * (2 * V * H + H)  # table, head and last norm are not gathered again for backward
     assert rows["fsdp=2"]["sent_by_kind"] == {"all_gather": WEIGHTS - once // 2, "reduce_scatter": WEIGHTS // 2}
     assert rows["rtp=2[transport=shared_memory]"]["sent_bytes_per_rank"] == NORMS
     for name in set(rows) - {"limit"}:

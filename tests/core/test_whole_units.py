@@ -73,7 +73,8 @@ def test_the_choice_is_the_best_within_the_budget_to_the_byte(inner, share):
 @pytest.mark.parametrize(("width", "chosen"), [(639, "trained"), (641, "frozen")])
 def test_a_message_is_worth_256_kib(width, chosen):
     """Whole, the trained unit spares three messages and 64 KiB, the frozen one two and 320 KiB; only one has room."""
-    spec = replace(SPEC, units=(mlp("trained", 256), mlp("frozen", width, trained=False)))
+    units = (mlp("trained", 256), mlp("frozen", width, trained=False))
+    spec = replace(SPEC, units=units, blocks=("trained", "frozen"))
     room = 2 * spec.units[0].num_bytes  # the other half of weights, gradients and moments
     strategy = osdp(least_bytes("fsdp", 2, spec) + room, inner="fsdp", size=2)
     assert [unit.name for unit in strategy.units_of(spec).units if is_whole(unit)] == [chosen]
