@@ -43,21 +43,16 @@ def measure(*, device: str, tokens: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         config = write_config(Path(directory), device=device, tokens=tokens, steps=2 * half)
         save = f"train.checkpoint_every={half}"
-        plain = row("plain", config, [])
+        plain, _ = row("plain", config, [])
         rows = [plain]
-        shutil.rmtree(config.parent / "plain")
+        shutil.rmtree(config.parent / "plain")  # checkpoints of 15 GB each
         for name, options in (("saves", [save]), ("async", [save, "train.async_save=true"])):
-            found = row(name, config, options)
-            times = found.pop("times")
-            found["stall_s"] = max(0.0, times[half] - times[half - 1] - plain["step_s"])
-            found["beside_s"] = times[half + 1] - times[half]
-            rows.append(found)
-            if name == "saves":
-                shutil.rmtree(config.parent / name)  # checkpoints of 15 GB each
-        found = row("resumed", config, [f"train.steps={2 * half + _AFTER}"], run="async", resume=True)
-        rows.append(found)
-    for each in rows:
-        each.pop("times", None)
+            found, times = row(name, config, options)
+            stall_s = max(0.0, times[half] - times[half - 1] - plain["step_s"])
+            rows.append({**found, "stall_s": stall_s, "beside_s": times[half + 1] - times[half]})
+        shutil.rmtree(config.parent / "saves")
+        resumed, _ = row("resumed", config, [f"train.steps={2 * half + _AFTER}"], run="async", resume=True)
+        rows.append(resumed)
     return {"model": TINY if device == "cpu" else LLAMA_3_2_1B, "tokens": tokens, "save_behind": half, "rows": rows}
 
 
@@ -79,8 +74,10 @@ def write_config(directory: Path, *, device: str, tokens: int, steps: int) -> Pa
     return path
 
 
-def row(name: str, config: Path, options: list[str], *, run: str = "", resume: bool = False) -> dict[str, Any]:
-    """One run in a directory of its own, or that of `run`; seconds of its steps, as its lines appear.
+def row(
+    name: str, config: Path, options: list[str], *, run: str = "", resume: bool = False
+) -> tuple[dict[str, Any], list[float]]:
+    """One run in a directory of its own, or that of `run`, and the seconds at which its steps ended, by its lines.
 
     Raises:
         RuntimeError: the run fails, with its last line, or takes too long.
@@ -105,14 +102,14 @@ def row(name: str, config: Path, options: list[str], *, run: str = "", resume: b
         raise RuntimeError(f"{name}: exit code {process.returncode}: {last[-1]}")
     steps = [later - earlier for earlier, later in pairwise(times)]
     saved = sorted((out / "checkpoints").glob("step-*"))
-    return {
+    found = {
         "run": name,
         "first_step_s": times[0],
         "step_s": statistics.median(steps),
         "all_s": time.monotonic() - begun,
         "checkpoint_bytes": sum(file.stat().st_size for file in saved[-1].rglob("*") if file.is_file()),
-        "times": times,
     }
+    return found, times
 
 
 def lines_of(path: Path) -> list[str]:
