@@ -33,8 +33,9 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.planner.cluster import load_cluster
+from rotorch.planner.planned import Planned
 from rotorch.planner.speeds import LinkSpeed, Speeds, speeds_of
-from rotorch.planner.step_time import Planned, StepTime, step_time
+from rotorch.planner.step_time import StepTime, step_time
 from rotorch.planner.workload import FoldedModel, Numerics, fold
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import batch_ranks, parse_parallel

@@ -39,8 +39,9 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.traffic import MicroBatch
 from rotorch.planner.cluster import load_cluster
+from rotorch.planner.planned import Planned
 from rotorch.planner.speeds import Group, LinkSpeed, Speeds, speeds_of
-from rotorch.planner.step_time import Planned, step_time
+from rotorch.planner.step_time import step_time
 from rotorch.planner.workload import FoldedModel, Numerics, fold
 from rotorch.strategies import parse_parallel
 

@@ -9,6 +9,7 @@ from rotorch.core.shared_context import KeysAndValues, SequenceRanks
 from rotorch.core.traffic import MicroBatch
 from rotorch.core.zigzag import KeyExchange, block_size, blocks_of, zigzag
 from rotorch.planner.cluster import load_cluster
+from rotorch.planner.planned import Planned
 from rotorch.planner.prediction import predict
 from rotorch.planner.shared_tokens import (
     TracedAttention,
@@ -20,7 +21,7 @@ from rotorch.planner.shared_tokens import (
     slowest_exchange,
 )
 from rotorch.planner.speeds import speeds_of
-from rotorch.planner.step_time import Planned, step_time
+from rotorch.planner.step_time import step_time
 from rotorch.planner.workload import Numerics, fold
 from rotorch.strategies import parse_parallel
 

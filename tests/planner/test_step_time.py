@@ -12,8 +12,9 @@ from rotorch.core.whole_experts import WholeExperts
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.lanes import Lane, Lanes
 from rotorch.planner.memory_at_rest import at_rest
+from rotorch.planner.planned import Planned
 from rotorch.planner.speeds import Group, LinkSpeed, Speeds, Work, speeds_of
-from rotorch.planner.step_time import Planned, step_time
+from rotorch.planner.step_time import step_time
 from rotorch.planner.workload import Cutting, Numerics, fold, layer_passes
 from rotorch.strategies import parse_parallel
 

@@ -34,8 +34,9 @@ from rotorch.planner.compositions import compositions, sharing_sequences
 from rotorch.planner.held_model import HeldModel, with_transports
 from rotorch.planner.memory import Memory
 from rotorch.planner.memory_at_rest import at_rest
+from rotorch.planner.planned import Planned
 from rotorch.planner.speeds import Speeds
-from rotorch.planner.step_time import Planned, StepTime, step_time_if
+from rotorch.planner.step_time import StepTime, step_time_if
 from rotorch.planner.traced import Traced
 from rotorch.planner.workload import FoldedModel, Numerics, fold
 from rotorch.strategies import batch_ranks, check_composition, context_ranks, parse_parallel
