@@ -15,6 +15,7 @@ from rotorch.planner.memory_at_rest import at_rest
 from rotorch.planner.planned import Planned
 from rotorch.planner.speeds import Group, LinkSpeed, Speeds, Work, speeds_of
 from rotorch.planner.step_time import step_time
+from rotorch.planner.unit_time import UnitTimes
 from rotorch.planner.workload import Cutting, Numerics, fold, layer_passes
 from rotorch.strategies import parse_parallel
 
@@ -110,6 +111,58 @@ def test_a_computation_ends_no_earlier_than_it_is_issued():
     lanes = Lanes()
     assert lanes.put(Lane.COMPUTE, 1.0, issue_s=4.0) == 4.0
     assert lanes.put(Lane.COMPUTE, 1.0, issue_s=0.5) == 5.0
+
+
+# ---------------------------------------------------------------- copies and sums beside messages
+
+
+def attention_of(text, *, itemsize=2):
+    """Times of a layer's attention, of two matrices of 1,048,576 elements each, on 8 ranks."""
+    spec = transformer(layers=2, itemsize=itemsize).with_copies(2 if itemsize > 2 else None)
+    (*_, inner) = strategies = parse_parallel(text)
+    model = fold(spec).short()
+    held = model if inner.kind == "zeropp" else model.under(inner)
+    plan = Planned(held, strategies, MicroBatch(4, 1024, itemsize=2), 1, SPEEDS, Numerics())
+    (layer,) = model.classes
+    units = UnitTimes(plan).layer(layer, again=False)
+    return next(t for u, t in zip(layer.units, units, strict=True) if u.name.endswith("attention"))
+
+
+ATTENTION = 2 * 1024 * 1024
+
+
+@pytest.mark.parametrize("text", ["fsdp=8", "zeropp=2x8"])
+def test_gathered_weights_are_copied_to_their_place_and_gradients_into_the_order_of_ranks(text):
+    """Both read and write memory of the device that computes, on the stream on which it does."""
+    found = attention_of(text)
+    assert found.unpack_s[0] == pytest.approx(2 * 2 * ATTENTION / 1e12)
+    assert found.pack_s == pytest.approx(2 * 2 * ATTENTION / 1e12)
+    mixed = attention_of(text, itemsize=4)
+    assert mixed.unpack_s == found.unpack_s
+    assert mixed.pack_s == pytest.approx((2 + 4) * ATTENTION / 1e12)
+
+
+def test_weights_that_stay_gathered_are_copied_once():
+    assert attention_of("fsdp=8").unpack_s[1] > 0
+    assert attention_of("fsdp=8[reshard=false]").unpack_s[1] == 0
+
+
+@pytest.mark.parametrize(("options", "itemsize"), [("", 4), (",hops=bfloat16", 2)])
+def test_a_sum_that_came_into_a_window_is_read_beside_a_ranks_part_and_written(options, itemsize):
+    over = attention_of(f"rtp=8[transport=symmetric_memory{options}]", itemsize=4)
+    assert over.add_s == pytest.approx(3 * itemsize * ATTENTION * 7 / 8 / 1e12)
+    assert attention_of("rtp=8[transport=send_receive]", itemsize=4).add_s == 0  # products add to what has come
+
+
+@pytest.mark.parametrize("text", ["fsdp=8", "rtp=8[transport=symmetric_memory]"])
+def test_copies_and_sums_keep_the_device_from_computing(text):
+    fast, slow = (replace(SPEEDS, bytes_per_s=s, links=(LinkSpeed(8, 1e18, 0.0, 0.0),)) for s in (1e18, 1e11))
+    of_layers = [[step_time(planned(text, layers=n, speeds=s)) for n in (4, 8)] for s in (fast, slow)]
+    passes = [[found.step_s - found.optimizer_s for found in row] for row in of_layers]
+    more = (passes[1][1] - passes[1][0] - passes[0][1] + passes[0][0]) / 4
+    weights = 2 * (2 + 8) * 1024 * 1024
+    least = 6 if text == "fsdp=8" else 3 * 7 / 8
+    assert more >= least * weights / 1e11
 
 
 # ---------------------------------------------------------------- steps

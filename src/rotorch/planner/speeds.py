@@ -129,6 +129,10 @@ class Speeds:
         computing = np.where(unaligned > 0, computing / self.unaligned, computing)
         return float((np.maximum(computing, num_bytes / self.bytes_per_s) + operators * self.launch_s).sum())
 
+    def memory_s(self, num_bytes: float) -> float:
+        """Seconds that a device takes to read and write so many bytes in one operator."""
+        return num_bytes / self.bytes_per_s + self.launch_s if num_bytes else 0.0
+
     def host_s(self, work: Work) -> float:
         """Seconds that the host takes to issue the work."""
         return work.num_operators * self.operator_s

@@ -120,7 +120,7 @@ class _Step:
         return _Pass(
             forward_s=forward_s,
             backward_s=lanes.end_s - forward_s,
-            compute_s=sum(p.forward_s for p in each) + backward,
+            compute_s=sum(p.forward_s + (0.0 if self.plan.gathers_stages else p.copies_s) for p in each) + backward,
             input_share=inputs / backward if backward else 0.5,
             busy_s=dict(lanes.busy_s),
         )
@@ -136,6 +136,10 @@ class _Step:
             gather_s = 0.0 if self.plan.gathers_stages else sum(part.gathers_s[back] for part in parts)
             gathered = lanes.put(Lane.FETCH, gather_s, after=[before_that]) if gather_s else start
             before_that = done
+            if gather_s:
+                done = gathered = lanes.put(
+                    Lane.COMPUTE, sum(part.unpack_s[back] for part in parts), after=[gathered, done]
+                )
             for part in parts:
                 compute_s = part.backward_s if back else part.forward_s
                 host_s = part.backward_host_s if back else part.forward_host_s
@@ -143,6 +147,7 @@ class _Step:
                 number = part.parts if fetch_s or part.hop_s else 1
                 beside = fetch_s + part.hop_s * back + gather_s + part.scatter_s * back
                 compute_s *= 1.0 + self.plan.speeds.overlap * (min(1.0, beside / compute_s) if compute_s else 0.0)
+                compute_s += part.add_s * back
                 come_s = fetch_s / max(number - (not part.all_come), 1)
                 for piece in range(number):
                     # One part comes while the one before is computed with.
@@ -152,12 +157,13 @@ class _Step:
                     done = lanes.put(Lane.COMPUTE, compute_s / number, after=[come, done], issue_s=host_s / number)
                     complete = done
                     if back and part.hop_s:
-                        complete = lanes.put(Lane.HOP, part.hop_s / number, after=[done])
+                        complete = lanes.put(Lane.HOP, (part.hop_s + part.add_s) / number, after=[done])
                 if part.activations_s[back]:
                     done = lanes.put(
                         Lane.COLLECTIVE, part.activations_s[back], after=[done], issue_s=part.activations_host_s[back]
                     )
                 if back and part.scatter_s and not self.plan.gathers_stages:
+                    done = lanes.put(Lane.COMPUTE, part.pack_s, after=[done])
                     complete = lanes.put(Lane.HOP, part.scatter_s, after=[done])
                 if part.sum_s and id(part) in early:
                     lanes.put(Lane.SUM, part.sum_s, after=[complete])
@@ -269,7 +275,7 @@ class _Step:
     def _gathered(self, counts: Mapping[int, int], *, before: bool, after: bool) -> tuple[float, float]:
         """Seconds of gathering a stage whole, and of summing its gradients."""
         parts = self._units(counts, before=before, after=after)
-        return sum(part.gathers_s[0] for part in parts), sum(part.scatter_s for part in parts)
+        return sum(p.gathers_s[0] + p.unpack_s[0] for p in parts), sum(p.scatter_s + p.pack_s for p in parts)
 
     def _after_passes(self, parts: Sequence[range], numbers: Sequence[int]) -> tuple[float, float]:
         """Seconds of a rank's sums over replicas and of its optimizer, of all its stages."""

@@ -6,6 +6,15 @@
     ahead of the computation with it. Activations hold up the next computation. Gradients leave after the computation:
     reduce-scatters in every micro-batch, slices' gradients hop by hop, sums over replicas layer by layer in the last
     backward, where what is inside of them says when gradients are complete, or else at the end of a step.
+
+[Note: copies and sums]
+    Some transfers keep the device from computing, since they read and write its memory on the way. Gathered weights
+    arrive in the order of ranks, and are copied to where they are whole; their gradients are copied into the order of
+    ranks before they are summed. torch's `fully_shard` does both on the stream that computes, and so do pipelines that
+    gather whole stages, and grids with shards over depth. A sum of gradients that came into a window of symmetric
+    memory is read beside a rank's own part, and written: on a stream of its own, but by the same multiprocessors, so
+    it is taken to hold up computation as long as it lasts. Over messages, products add to what has come. What is an
+    n-th of these in size counts as nothing: a rank's own part converted to be sent.
 """
 
 from __future__ import annotations
@@ -47,12 +56,23 @@ class UnitTime:
     activations_host_s: tuple[float, float] = (0.0, 0.0)
     hop_s: float = 0.0
     scatter_s: float = 0.0
+    unpack_s: tuple[float, float] = (0.0, 0.0)
+    """Of copies of gathered weights to their place, by the device that computes, as are the next two."""
+    pack_s: float = 0.0
+    """Of copies of gradients into the order of ranks."""
+    add_s: float = 0.0
+    """Of sums of gradients that came into a window."""
     sum_s: float = 0.0
     """Of gradients over replicas, once per step."""
 
     @property
     def backward_s(self) -> float:
         return self.input_s + self.weight_s
+
+    @property
+    def copies_s(self) -> float:
+        """Of all copies and sums of a pass (see [Note: copies and sums])."""
+        return sum(self.unpack_s) + self.pack_s + self.add_s
 
 
 class UnitTimes:
@@ -145,19 +165,23 @@ class UnitTimes:
 
     def _with_transfers(self, part: UnitTime, unit: Unit) -> UnitTime:
         """Adds a unit's transfers to its part (see [Note: where transfers go])."""
-        plan = self.plan
+        plan, speeds = self.plan, self.plan.speeds
         layout = plan.layout_of(unit)
         exchanged = slowest_exchange(unit, strategy=plan.inner, batch=plan.batch)
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
         gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
         hosts = list(part.activations_host_s)
         hop, scatter, total = part.hop_s, part.scatter_s, part.sum_s
+        unpack, pack, add = list(part.unpack_s), part.pack_s, part.add_s
+        through_windows = any(t.kind is Kind.COPY for t in layout.transfers)
         forward_send = sum(self._s(t) for t in layout.transfers if t.kind is Kind.SEND and t.phase is Phase.FORWARD)
         for transfer in layout.transfers:
             seconds, back = self._s(transfer), transfer.phase is not Phase.FORWARD
             match transfer.kind:
                 case Kind.ALL_GATHER:
                     gathers[back] += seconds
+                    whole = transfer.payload_bytes * plan.group_of[transfer.axis].size
+                    unpack[back] += speeds.memory_s(2 * whole) if seconds else 0.0
                 case Kind.BROADCAST | Kind.COPY:
                     fetches[back] += seconds
                 case Kind.SEND if plan.inner is plan.stages:
@@ -168,8 +192,11 @@ class UnitTimes:
                     fetched = min(seconds, forward_send * unit.reads_in_backward / max(unit.uses, 1))
                     fetches[1] += fetched
                     hop += seconds - fetched
+                    add += speeds.memory_s(3 * transfer.sent_bytes) if through_windows else 0.0
                 case Kind.REDUCE_SCATTER:
                     scatter += seconds
+                    read = transfer.payload_bytes * unit.bytes_in_pass / unit.num_bytes
+                    pack += speeds.memory_s(read + transfer.payload_bytes) if seconds else 0.0
                 case Kind.REDUCE:
                     hop += seconds
                 case Kind.ALL_REDUCE:
@@ -183,7 +210,7 @@ class UnitTimes:
                 says_all = transfer.kind is Kind.SEND  # what backward sends again, too
                 for again in {back, back or (plan.numerics.recompute and not says_all)}:
                     activations[again] += seconds
-                    hosts[again] += _COLLECTIVE_OPERATORS * plan.speeds.operator_s
+                    hosts[again] += _COLLECTIVE_OPERATORS * speeds.operator_s
         if plan.numerics.recompute:
             fetches[1] += fetches[0] if plan.ring is None else 0.0
         total += sum(self._bucketed_s(t) for t in self._outer_sums(layout))
@@ -195,6 +222,9 @@ class UnitTimes:
             activations_host_s=(hosts[0], hosts[1]),
             hop_s=hop,
             scatter_s=scatter,
+            unpack_s=(unpack[0], unpack[1]),
+            pack_s=pack,
+            add_s=add,
             sum_s=total,
         )
 
