@@ -76,6 +76,7 @@ def modelled(shapes: dict[str, Any], *, tokens: int, links: str) -> list[dict[st
             "step_s": plan.step_s,
             "of_fsdp": plans[0].step_s / plan.step_s,
             "compute_s": plan.time.compute_s,
+            "copies_s": plan.time.copies_s,
             "waiting_s": plan.time.waiting_s,
             "optimizer_s": plan.time.optimizer_s,
             "busy_s": {str(lane): seconds for lane, seconds in plan.time.busy_s.items()},

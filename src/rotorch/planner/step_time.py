@@ -33,6 +33,7 @@ class StepTime:
     Attributes:
         step_s: all of it.
         compute_s: of one rank's operators, in the mean of stages.
+        copies_s: of these, copies and sums beside messages; of a pipeline that gathers whole stages they are none.
         sums_s: at its end, over replicas.
         optimizer_s: of clipping and the optimizer.
         bubble_s: in which ranks of a pipeline wait, in the mean.
@@ -42,6 +43,7 @@ class StepTime:
 
     step_s: float
     compute_s: float
+    copies_s: float
     sums_s: float
     optimizer_s: float
     bubble_s: float
@@ -56,6 +58,7 @@ class _Pass:
     forward_s: float
     backward_s: float
     compute_s: float
+    copies_s: float
     input_share: float
     busy_s: dict[Lane, float]
 
@@ -117,10 +120,12 @@ class _Step:
         self._through(lanes, [parts[::-1] for parts in row[::-1]], back=1, early=early)
         each = [part for parts in row for part in parts]
         inputs, backward = sum(p.input_s for p in each), sum(p.backward_s for p in each)
+        copies_s = 0.0 if self.plan.gathers_stages else sum(p.copies_s for p in each)
         return _Pass(
             forward_s=forward_s,
             backward_s=lanes.end_s - forward_s,
-            compute_s=sum(p.forward_s + (0.0 if self.plan.gathers_stages else p.copies_s) for p in each) + backward,
+            compute_s=sum(p.forward_s for p in each) + backward + copies_s,
+            copies_s=copies_s,
             input_share=inputs / backward if backward else 0.5,
             busy_s=dict(lanes.busy_s),
         )
@@ -187,6 +192,7 @@ class _Step:
         return StepTime(
             step_s=passes_s + sums_s + optimizer_s,
             compute_s=compute_s,
+            copies_s=plan.accumulation * one.copies_s,
             sums_s=sums_s,
             optimizer_s=optimizer_s,
             bubble_s=0.0,
@@ -265,6 +271,7 @@ class _Step:
         return StepTime(
             step_s=makespan_s + sums_s + optimizer_s,
             compute_s=compute_s,
+            copies_s=plan.accumulation * sum(one.copies_s for one in passes) / len(ranks),
             sums_s=sums_s,
             optimizer_s=optimizer_s,
             bubble_s=bubble_s,
@@ -302,6 +309,7 @@ def _extrapolated(found: _Pass, less: _Pass, *, by: int) -> _Pass:
         forward_s=found.forward_s + by * (found.forward_s - less.forward_s),
         backward_s=found.backward_s + by * (found.backward_s - less.backward_s),
         compute_s=found.compute_s + by * (found.compute_s - less.compute_s),
+        copies_s=found.copies_s + by * (found.copies_s - less.copies_s),
         input_share=found.input_share,
         busy_s={lane: s + by * (s - less.busy_s[lane]) for lane, s in found.busy_s.items()},
     )
