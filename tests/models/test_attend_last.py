@@ -1,4 +1,4 @@
-"""Attention of the last tokens of a sequence, against all scores with a mask."""
+"""Attention of spans of a sequence, against all scores with a mask."""
 
 import pytest
 import torch
@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from rotorch.models.attend_last import attend_last, can_fuse
+from rotorch.core.spec import Range
+from rotorch.models.attend_last import Span, attend_spans, can_fuse, of_tokens
+
+
+def attend_last(query, key, value, *, scale):
+    """Of the last tokens."""
+    span = Span(Range(0, query.shape[2]), Range(0, key.shape[2]))
+    return attend_spans(query, key, value, spans=[span], scale=scale).transpose(1, 2)
 
 
 def by_mask(query, key, value, scale):
@@ -48,6 +55,36 @@ def test_is_attention_with_a_mask(queries, before, key_heads, scale):
     for attend in (lambda q, k, v, scale: attend_last(q, k, v, scale=scale), by_lower_right):
         for found, right in zip(outputs_and_gradients(attend, *tensors, scale=scale), expected, strict=True):
             torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=3),
+    gaps=st.lists(st.integers(0, 20), min_size=3, max_size=3),
+)
+def test_spans_attend_each_to_all_tokens_up_to_its_own(lengths, gaps):
+    """Keys that several spans see get the sum of their gradients; those that none sees, zeros."""
+    spans, queries, tokens = [], 0, 0
+    for length, gap in zip(lengths, gaps, strict=False):
+        tokens += gap + length
+        spans.append(Span(Range(queries, length), Range(0, tokens)))
+        queries += length
+    tensors = given_tensors(queries=queries, tokens=tokens + 1)
+
+    def at_once(query, key, value, scale):
+        return attend_spans(query, key, value, spans=spans, scale=scale).transpose(1, 2)
+
+    def one_by_one(query, key, value, scale):
+        return torch.cat(
+            [
+                by_mask(of_tokens(query, s.queries), of_tokens(key, s.keys), of_tokens(value, s.keys), scale)
+                for s in spans
+            ],
+            dim=2,
+        )
+
+    found, right = (outputs_and_gradients(attend, *tensors) for attend in (at_once, one_by_one))
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_features_need_not_lie_side_by_side():

@@ -196,13 +196,13 @@ def outputs_back_in_the_other_order(redistribute, x, moves, **more):
     return made.flip(1) if moves.sends[moves.rank].heads.length < moves.num_made[0] else made
 
 
-def attention_to_later_tokens(attend_last, query, key, value, *, scale):
-    return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+def attention_to_later_tokens(attend_spans, query, key, value, *, spans, scale):
+    return F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
-def attention_to_ones_own_tokens_alone(attend_last, query, key, value, *, scale):
-    key, value = (x[:, :, -query.shape[2] :] for x in (key, value))
-    return attend_last(query, key, value, scale=scale)
+def attention_to_ones_own_tokens_alone(attend_spans, query, key, value, *, spans, scale):
+    own = [replace(span, keys=span.own) for span in spans]
+    return attend_spans(query, key, value, spans=own, scale=scale)
 
 
 def keys_not_fetched_again(redistribute, x, moves, *, into=None, **more):
@@ -232,8 +232,8 @@ FAULTS = [
     (keys_of_the_layer_before, "llama", [(sequence_ranks, "redistribute")]),
     (heads_of_sets_side_by_side_in_turn, "heads", [(shared_sequence, "_sets")]),
     (outputs_back_in_the_other_order, "heads", [(sequence_ranks, "redistribute")]),
-    (attention_to_later_tokens, "heads", [(shared_sequence, "attend_last")]),
-    (attention_to_ones_own_tokens_alone, "llama", [(shared_sequence, "attend_last")]),
+    (attention_to_later_tokens, "heads", [(shared_sequence, "attend_spans")]),
+    (attention_to_ones_own_tokens_alone, "llama", [(shared_sequence, "attend_spans")]),
     (keys_not_fetched_again, "again", [(sequence_ranks, "redistribute")]),
 ]
 """A fault, the subject that it matters for, and the function that it stands in for, under each name that has it."""

@@ -51,7 +51,7 @@ from rotorch.core.redistribution import Redistribution
 from rotorch.core.shared_context import KeysAndValues
 from rotorch.core.spec import Range
 from rotorch.core.zigzag import HeadExchange, KeyExchange, blocks_of, seen_by, sees_all, zigzag
-from rotorch.models.attend_last import attend_last, can_fuse
+from rotorch.models.attend_last import Span, attend_spans, can_fuse
 from rotorch.models.attention_interface import as_computed, attending_by, attention_configs, attention_names
 from rotorch.models.losses import Batch
 
@@ -255,7 +255,7 @@ class SharedSequence:
             sequence,
             sliding_window,
             has_dropout=dropout > 0,
-            fused=partial(attend_last, scale=scaling) if fuses else None,
+            fused=partial(attend_spans, scale=scaling) if fuses else None,
         )
         if not self._by_heads:
             part = KeyExchange(sequence.num_tokens, self._num_ranks, self.rank, sliding_window)
@@ -344,14 +344,14 @@ class _Blocks:
         sequence: whose tokens attend.
         window: tokens that a token attends to; None: all before it.
         has_dropout: it draws random numbers.
-        fused: attention of all queries of a chunk, where they see all tokens before them: `models/attend_last.py`.
+        fused: attention of all queries at once, where they see all tokens before them: `models/attend_last.py`.
     """
 
     of_block: _Attention
     sequence: _Sequence
     window: int | None
     has_dropout: bool
-    fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+    fused: Callable[..., Tensor] | None
 
     def attend(
         self,
@@ -372,15 +372,20 @@ class _Blocks:
             place_of: where consecutive tokens of the sequence lie among the keys.
         """
         outputs, done = [], 0
+        if self.fused:
+            spans = []
+            for chunk in chunks:
+                if chunk.length:
+                    seen = seen_by(chunk, window=None)
+                    spans.append(Span(Range(done, chunk.length), Range(place_of(seen), seen.length)))
+                    done += chunk.length
+            return self.fused(queries, keys, values, spans=spans)
         for chunk in chunks:
-            whole = [chunk] if chunk.length else []
-            for block in whole if self.fused else blocks_of(chunk, num_tokens=self.sequence.num_tokens):
+            for block in blocks_of(chunk, num_tokens=self.sequence.num_tokens):
                 seen = seen_by(block, window=self.window)
                 here, place = queries.narrow(2, done, block.length), place_of(seen)
                 its_keys, its_values = (x.narrow(2, place, seen.length) for x in (keys, values))
-                if self.fused:
-                    output = self.fused(here, its_keys, its_values).transpose(1, 2)
-                elif torch.is_grad_enabled():
+                if torch.is_grad_enabled():
                     output = checkpoint(
                         self._attend_block, here, its_keys, its_values, block, seen,
                         use_reentrant=False, preserve_rng_state=self.has_dropout,
