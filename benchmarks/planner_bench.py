@@ -1,8 +1,9 @@
 """Predicted peaks of memory and step times beside measured ones: of rows of `rotorch bench --json`.
 
     python benchmarks/planner_bench.py --run RUN.toml [--set KEY=VALUE ...] --bench bench.json [--record OUT.json]
+    python benchmarks/planner_bench.py --suite configs/bench/planner.toml --results DIR [--record OUT.json]
 
-The run and its overrides are those that the bench was told of.
+The run and its overrides are those that the bench was told of; of a suite, all cases that DIR has a result of.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rotorch.bench.record import describe_origin
+from rotorch.bench.suite import load_suite
 from rotorch.core.errors import ConfigError
 from rotorch.core.precision import copies_itemsize, dtype_of_passes
 from rotorch.core.spec import ModelSpec
@@ -107,26 +109,42 @@ def order(rows: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--run", type=Path, help="of one bench")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of the run")
-    parser.add_argument("--bench", type=Path, required=True)
-    parser.add_argument("--record", type=Path, help="adds the rows to a JSON file")
+    parser.add_argument("--bench", type=Path, help="what `rotorch bench --json` has written")
+    parser.add_argument("--suite", type=Path, help="many benches")
+    parser.add_argument("--results", type=Path, help="what `rotorch suite --out` has written")
+    parser.add_argument("--record", type=Path, help="JSON file; the rows of one bench are added to it")
     arguments = parser.parse_args()
-    origin = describe_origin()
-    rows = compared(arguments.run, arguments.set, arguments.bench)
-    for row in rows:
-        print(
-            f"{row['parallel']:28} {row['rows']:4} x {row['tokens']:<5} "
-            f"measured {row['measured_bytes'] / 2**20:8.2f} MiB predicted {row['predicted_bytes'] / 2**20:8.2f} MiB "
-            f"{100 * row['error']:+.2f} %  {row['measured_s']:.4f} s measured {row['predicted_s']:.4f} s predicted"
-        )
-    print(order(rows))
+    if arguments.suite is not None and arguments.results is not None:
+        benches = [
+            (case.run, list(case.overrides), file)
+            for case in load_suite(arguments.suite)
+            if (file := arguments.results / f"{case.name}.json").exists()
+        ]
+        record: dict[str, Any] = {}
+    elif arguments.run is not None and arguments.bench is not None:
+        benches = [(arguments.run, arguments.set, arguments.bench)]
+        old = arguments.record
+        record = json.loads(old.read_text("utf-8")) if old is not None and old.exists() else {}
+    else:
+        parser.error("give --run and --bench, or --suite and --results")
+    for run, overrides, bench in benches:
+        rows = compared(run, overrides, bench)
+        print(bench.stem)
+        for row in rows:
+            measured, predicted = (row[f"{name}_bytes"] / 2**20 for name in ("measured", "predicted"))
+            print(
+                f"{row['parallel']:28} {row['rows']:4} x {row['tokens']:<5} "
+                f"measured {measured:8.2f} MiB predicted {predicted:8.2f} MiB {100 * row['error']:+.2f} %  "
+                f"{row['measured_s']:.4f} s measured {row['predicted_s']:.4f} s predicted"
+            )
+        print(order(rows))
+        record.setdefault("rows", []).extend({"run": run.stem, **row} for row in rows)
+        record.setdefault("orders", []).append({"bench": bench.stem, **order(rows)})
     if arguments.record is not None:
-        record = json.loads(arguments.record.read_text()) if arguments.record.exists() else {"rows": []}
-        record["rows"] += [{"run": arguments.run.stem, **row} for row in rows]
-        record.setdefault("orders", []).append({"bench": arguments.bench.stem, **order(rows)})
         errors = sorted(abs(row["error"]) for row in record["rows"])
-        record |= origin
+        record |= describe_origin()
         record["errors"] = {"rows": len(errors), "mean": sum(errors) / len(errors), "max": errors[-1]}
         record["errors"]["median"] = errors[len(errors) // 2]
         arguments.record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
