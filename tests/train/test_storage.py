@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from three_weights import WEIGHTS, make
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from rotorch.core.errors import FinalFailure, RankFailure
 from rotorch.core.spec import Weight
@@ -18,6 +21,7 @@ from rotorch.train.checkpoint.saving import check, latest, load, save
 from rotorch.train.checkpoint.storage import (
     CheckpointReader,
     ChunksLoadPlanner,
+    ChunksSavePlanner,
     LazyTensor,
     _read_box,
     write_safetensors,
@@ -111,6 +115,45 @@ def test_a_plan_for_loading_stays_on_its_rank(tmp_path):
     sent = planner.create_local_plan()
     assert sent.items == []
     assert {item.dest_index.fqn for item in planner.finish_plan(sent).items} == tensors.keys()
+
+
+def plan_of(*chunks, shape=(4, 6)):
+    """A rank's plan to save chunks of a tensor, by their first rows and columns, and their lengths."""
+    items = [
+        WriteItem(
+            MetadataIndex("w", offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), TensorProperties(), torch.Size(shape)
+            ),
+        )
+        for offsets, sizes in chunks
+    ]
+    return SavePlan(items)
+
+
+def places(plan):
+    return [tuple(item.tensor_data.chunk.offsets) for item in plan.items]
+
+
+def test_each_chunk_is_saved_by_one_of_its_holders_and_none_has_much_more_to_write():
+    left, right = ((0, 0), (4, 3)), ((0, 3), (4, 3))
+    plans, _ = ChunksSavePlanner().create_global_plan([plan_of(left, right), plan_of(left, right), plan_of(right)])
+    assert sorted(places(plans[0]) + places(plans[1]) + places(plans[2])) == [(0, 0), (0, 3)]
+    assert max(len(plan.items) for plan in plans) == 1
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (((0, 3), (4, 2)), "'w' has 24 elements, its chunks 20"),
+        (((0, 4), (4, 3)), "'w' has a chunk outside its shape"),
+        (((0, 2), (3, 4)), "'w' has chunks that overlap"),
+    ],
+)
+def test_chunks_that_do_not_fill_a_tensor_are_not_saved(second, why):
+    with pytest.raises(AssertionError, match=why):
+        ChunksSavePlanner().create_global_plan([plan_of(((0, 0), (4, 3))), plan_of(second)])
 
 
 def test_a_weight_that_all_ranks_leave_to_others_is_not_left_out_silently(tmp_path):

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -295,27 +295,42 @@ def _nonsense(manifest: Manifest) -> str | None:
     for name, entry in manifest.tensors.items():
         if entry.dtype not in ITEM_BYTES:
             return f"tensor {name!r} has unknown dtype {entry.dtype!r}"
-        filled = 0
+        if problem := fill_problem(name, shape=entry.shape, chunks=entry.chunks):
+            return problem
         for chunk in entry.chunks:
-            boxes = list(zip(chunk.offsets, chunk.sizes, entry.shape, strict=False))
-            if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape) == len(boxes):
-                return f"tensor {name!r} has a chunk of other rank than its shape"
-            if any(o < 0 or s < 0 or o + s > whole for o, s, whole in boxes):
-                return f"tensor {name!r} has a chunk outside its shape {list(entry.shape)}"
-            num_elements = math.prod(chunk.sizes)
             if chunk.file not in manifest.files:
                 return f"tensor {name!r} lies in the unlisted file {chunk.file!r}"
-            if chunk.start + num_elements * ITEM_BYTES[entry.dtype] > manifest.files[chunk.file].num_bytes:
+            if chunk.start + math.prod(chunk.sizes) * ITEM_BYTES[entry.dtype] > manifest.files[chunk.file].num_bytes:
                 return f"tensor {name!r} lies past the end of {chunk.file!r}"
-            filled += num_elements
-        if filled != math.prod(entry.shape):
-            return f"tensor {name!r} has {math.prod(entry.shape)} elements, its chunks {filled}"
-        if _overlap(entry.chunks):
-            return f"tensor {name!r} has chunks that overlap"
     return None
 
 
-def _overlap(chunks: Sequence[StoredChunk]) -> bool:
+class Box(Protocol):
+    """A part of a tensor."""
+
+    @property
+    def offsets(self) -> Sequence[int]: ...
+
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+
+def fill_problem(name: str, *, shape: Sequence[int], chunks: Sequence[Box]) -> str | None:
+    """Says why chunks do not fill a tensor, each element once; None if they do."""
+    filled = 0
+    for chunk in chunks:
+        boxes = list(zip(chunk.offsets, chunk.sizes, shape, strict=False))
+        if not len(chunk.offsets) == len(chunk.sizes) == len(shape) == len(boxes):
+            return f"tensor {name!r} has a chunk of other rank than its shape"
+        if any(o < 0 or s < 0 or o + s > whole for o, s, whole in boxes):
+            return f"tensor {name!r} has a chunk outside its shape {list(shape)}"
+        filled += math.prod(chunk.sizes)
+    if filled != math.prod(shape):
+        return f"tensor {name!r} has {math.prod(shape)} elements, its chunks {filled}"
+    return f"tensor {name!r} has chunks that overlap" if _overlap(chunks) else None
+
+
+def _overlap(chunks: Sequence[Box]) -> bool:
     """True if two boxes have an element in common; sweeps along the dim in which most of them differ."""
     boxes = [chunk for chunk in chunks if all(chunk.sizes)]
     if len(boxes) < 2:
@@ -324,7 +339,7 @@ def _overlap(chunks: Sequence[StoredChunk]) -> bool:
     dim = max(dims, key=lambda d: len({box.offsets[d] for box in boxes}), default=0)
     if not dims:
         return True
-    under_way: list[StoredChunk] = []
+    under_way: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
         under_way = [other for other in under_way if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
         for other in under_way:

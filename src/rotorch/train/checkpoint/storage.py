@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -58,6 +58,7 @@ from rotorch.train.checkpoint.manifest import (
     StoredChunk,
     TensorEntry,
     errors_as_damage,
+    fill_problem,
 )
 from rotorch.train.checkpoint.store import AnyPath, creating
 
@@ -203,11 +204,43 @@ def _read_rows(
 # ---------------------------------------------------------------- planners
 
 
+_Key = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""Name, offsets and sizes of a chunk."""
+
+
 class ChunksSavePlanner(DefaultSavePlanner):
     """torch's planner for a flat dict of `ChunkedTensor`s and plain tensors; replicated ones are spread over ranks."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Gives each chunk to that of its holders which has least to write so far.
+
+        torch's does the same, and then numbers and lists all chunks, which takes rank 0 most of its time where there
+        are many ranks. The list is the manifest's here, and written when files are.
+        """
+        holders: dict[_Key, list[int]] = {}
+        tensors: dict[str, list[WriteItem]] = {}
+        for number, plan in enumerate(all_plans):
+            for item in plan.items:
+                held_by = holders.setdefault(_key(item), [])
+                if not held_by:
+                    tensors.setdefault(item.index.fqn, []).append(item)
+                held_by.append(number)
+        for name, items in tensors.items():
+            if problem := fill_problem(name, shape=_data(items[0]).size, chunks=[_data(item).chunk for item in items]):
+                raise AssertionError(problem)
+        writers: dict[_Key, int] = {}
+        loads = [0] * len(all_plans)
+        for item in (item for items in tensors.values() for item in items):
+            writers[_key(item)] = writer = min(holders[_key(item)], key=loads.__getitem__)
+            loads[writer] += _num_bytes(item)
+        plans = [
+            replace(plan, items=[item for item in plan.items if writers[_key(item)] == number])
+            for number, plan in enumerate(all_plans)
+        ]
+        return plans, Metadata({})
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
@@ -382,14 +415,22 @@ def _copied(source: Path, copy: AnyPath) -> FileEntry:
     return FileEntry(num_bytes=num_bytes, sha256=digest.hexdigest())
 
 
-def _dtype(item: WriteItem) -> torch.dtype:
+def _data(item: WriteItem) -> TensorWriteData:
     assert item.tensor_data is not None, "a checkpoint holds tensors only"
-    return item.tensor_data.properties.dtype
+    return item.tensor_data
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    return _data(item).properties.dtype
 
 
 def _box(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    assert item.tensor_data is not None, "a checkpoint holds tensors only"
-    return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
+    chunk = _data(item).chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _key(item: WriteItem) -> _Key:
+    return item.index.fqn, _box(item)
 
 
 def _num_bytes(item: WriteItem) -> int:
