@@ -18,7 +18,7 @@ from typing import Any
 from rotorch.bench.record import describe_origin
 from rotorch.bench.suite import load_suite
 from rotorch.core.errors import ConfigError
-from rotorch.core.precision import copies_itemsize, dtype_of_passes
+from rotorch.core.precision import Precision, copies_itemsize, dtype_of_passes
 from rotorch.core.spec import ModelSpec
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
@@ -33,30 +33,47 @@ from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 from rotorch.traced.passes import trace_memory, traced_parts
 
 
+def planned_task(config: Any, *, rows: int, tokens: int, precision: Precision, cluster: str) -> Task:
+    """A model and a batch of so many rows, as the planner's search takes them.
+
+    Args:
+        config: of the model, transformers' own.
+        rows: sequences of a step, over all ranks.
+        tokens: of each.
+        precision: of passes.
+        cluster: name of the cluster.
+    """
+    with on_meta():
+        spec = describe(causal_lm(config), features=True, tokens=True)
+
+    def shared(num_ranks: int) -> tuple[ModelSpec, Traced]:
+        spec, traced = traced_parts(config, tokens=tokens, num_ranks=num_ranks, precision=precision)
+        return spec.with_copies(copies_itemsize(precision)), traced
+
+    found = load_cluster(cluster)
+    return Task(
+        spec=spec.with_copies(copies_itemsize(precision)),
+        traced=trace_memory(config, fold(spec), tokens=tokens, precision=precision),
+        cluster=found,
+        speeds=speeds_of(found, dtype=dtype_of_passes(precision) or "float32"),
+        batch=Batch(rows, tokens),
+        precision=precision,
+        budget_bytes=float("inf"),
+        shared=shared,
+    )
+
+
 def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any]]:
     """Each row of a bench with what was predicted."""
     config = load_run_config(run, overrides=overrides)
     found = json.loads(bench.read_text("utf-8"))
-    model_config = config_from_dict(config.model.config or {}, source=str(run))
     tokens = config.data.sequence_length
-    with on_meta():
-        spec = describe(causal_lm(model_config), features=True, tokens=True)
-    precision = config.train.precision
-
-    def shared(num_ranks: int) -> tuple[ModelSpec, Traced]:
-        spec, traced = traced_parts(model_config, tokens=tokens, num_ranks=num_ranks, precision=precision)
-        return spec.with_copies(copies_itemsize(precision)), traced
-
-    cluster = load_cluster("cpu2")
-    task = Task(
-        spec=spec.with_copies(copies_itemsize(precision)),
-        traced=trace_memory(model_config, fold(spec), tokens=tokens, precision=precision),
-        cluster=cluster,
-        speeds=speeds_of(cluster, dtype=dtype_of_passes(precision) or "float32"),
-        batch=Batch(found["tokens_per_step"] // tokens, tokens),
-        precision=precision,
-        budget_bytes=float("inf"),
-        shared=shared,
+    task = planned_task(
+        config_from_dict(config.model.config or {}, source=str(run)),
+        rows=found["tokens_per_step"] // tokens,
+        tokens=tokens,
+        precision=config.train.precision,
+        cluster="cpu2",
     )
     rows = []
     for row in found["rows"]:

@@ -25,22 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from planner_bench import planned_task
 from rich.progress import track
 
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.record import describe_origin
 from rotorch.bench.task import Task
 from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.core.precision import copies_itemsize, dtype_of_passes
 from rotorch.models.hf import config_from_dict
-from rotorch.planner.cluster import load_cluster
-from rotorch.planner.search import Batch, judged
-from rotorch.planner.search import Task as PlannedTask
-from rotorch.planner.speeds import speeds_of
+from rotorch.planner.search import judged
 from rotorch.run_config import OptimizerSection
 from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
-from rotorch.traced.passes import traced_parts
 
 ENOUGH, TOO_LITTLE = 1.05, 0.90
 """Of the predicted bytes."""
@@ -126,16 +122,8 @@ def cases(*, seed: int) -> Iterator[Case]:
 def predicted_bytes(task: Task, parallel: str) -> float:
     """Bytes of the rank that holds most, as `rotorch plan` says."""
     config = config_from_dict(task.model, source=task.name)
-    spec, traced = traced_parts(config, tokens=task.sequence_length, num_ranks=1, precision=task.precision)
-    cluster = load_cluster("cpu2")
-    planned = PlannedTask(
-        spec=spec.with_copies(copies_itemsize(task.precision)),
-        traced=traced,
-        cluster=cluster,
-        speeds=speeds_of(cluster, dtype=dtype_of_passes(task.precision) or "float32"),
-        batch=Batch(task.global_batch, task.sequence_length),
-        precision=task.precision,
-        budget_bytes=float("inf"),
+    planned = planned_task(
+        config, rows=task.global_batch, tokens=task.sequence_length, precision=task.precision, cluster="cpu2"
     )
     rows = task.global_batch // batch_ranks(parse_parallel(parallel)) // task.accumulation
     return judged(planned, parallel, rows=rows, accumulation=task.accumulation).memory.total_bytes

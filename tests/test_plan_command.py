@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from rotorch import cli
+from rotorch.cli.plan import _traced
 from rotorch.core.errors import ConfigError
+from rotorch.planner.search import Batch
 from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 
 MODEL = "configs/tiny/llama.json"
@@ -40,6 +43,16 @@ def test_a_model_that_was_planned_before_is_not_traced_again(tmp_path, monkeypat
     assert cli.run([*PLAN, "--json", str(files[2])]) == 0
     assert len({file.read_text() for file in files}) == 1
     assert cli.run([*PLAN, "--no-cache"]) != 0
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_table_that_is_the_head_too_counts_once(context):
+    """Models are made without first values here, which is where transformers ties weights."""
+    config = json.loads(Path("configs/tiny/gemma2.json").read_text())
+    config.pop("tie_word_embeddings", None)  # as in files of models: by default they are tied
+    found = _traced(config, batch=Batch(2, 32), precision="float32", context=context)
+    names = [weight.name for weight in found.spec.weights]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
 
 
 def test_the_table_is_readable_in_80_columns(capsys, monkeypatch):

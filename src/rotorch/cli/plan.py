@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +156,10 @@ def task_of(
 
 def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision, context: int) -> KnownModel:
     """The model, and its passes of whole sequences, or of the parts that `context` ranks have of one."""
-    from transformers.initialization import no_init_weights
-
     from rotorch.models.describe import describe
     from rotorch.models.hf import causal_lm, config_from_dict, load_config, longest_sequence
     from rotorch.planner.workload import fold
-    from rotorch.shard.materialize import on_meta
-    from rotorch.traced.passes import trace_memory, traced_parts
+    from rotorch.traced.passes import trace_memory, traced_parts, without_values
 
     tell_phase("tracing the model")
     config = load_config(model) if isinstance(model, str) else config_from_dict(model, source="[model.config]")
@@ -172,9 +170,7 @@ def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision, 
         spec, traced = traced_parts(config, tokens=batch.tokens, num_ranks=context, precision=precision)
         tell_phase()
         return KnownModel(spec, traced)
-    with on_meta(), no_init_weights():
-        module = causal_lm(config)
-    spec = describe(module, features=True, tokens=True)
+    spec = describe(without_values(partial(causal_lm, config)), features=True, tokens=True)
     traced = trace_memory(config, fold(spec), tokens=batch.tokens, precision=precision)
     tell_phase()
     return KnownModel(spec, traced)

@@ -117,6 +117,14 @@ def trace_memory(
     )
 
 
+def without_values(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model of transformers on the meta device, for which no first values are drawn. Tied weights are one."""
+    with on_meta(), no_init_weights():
+        module = make()
+    module.tie_weights()  # type: ignore[operator]  # transformers ties where it draws first values
+    return module
+
+
 def traced_parts(model_config: Any, *, tokens: int, num_ranks: int, precision: Precision) -> tuple[ModelSpec, Traced]:
     """Describes a model for ranks that share sequences, and traces the longest part of one.
 
@@ -129,8 +137,7 @@ def traced_parts(model_config: Any, *, tokens: int, num_ranks: int, precision: P
     Returns:
         Of a model whose sequences cannot be shared, nothing is traced.
     """
-    with on_meta(), no_init_weights():
-        module = causal_lm(model_config)
+    module = without_values(partial(causal_lm, model_config))
     spec = describe(module, context=True)
     if spec.sequences_stay_whole:
         nothing = PerRow()
@@ -393,8 +400,7 @@ def _trace(
     parts: _Parts | None,
     halves: Sequence[Unit] = (),
 ) -> tuple[dict[str, float], _Backwards]:
-    with on_meta(), no_init_weights():
-        module = make()  # here: peft's code does not know fake tensors
+    module = without_values(make)  # here: peft's code does not know fake tensors
     others = list(all_tensors())
     with _no_collection(), fake_tensors(), _one_sequence_per_row(), _groups_of_any_dtype():
         _fake(module.train())
