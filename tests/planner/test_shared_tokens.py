@@ -54,15 +54,16 @@ def test_a_rank_computes_its_part_of_a_causal_half(ranks):
     assert 1.0 < pairs / (4096 * 4097 / 2 / ranks) < 1.07
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_keys_that_are_kept_are_those_that_the_exchange_brings(window):
+def test_keys_that_are_kept_are_those_that_the_exchange_brings(window, device):
     needed = max(KeyExchange(1001, 4, rank, window).num_needed for rank in range(4))
     attention = TracedAttention(query_bytes=64.0, key_bytes=16.0, window=window)
-    # Where a kernel takes chunks at once, also the outputs of each, as wide as queries, and sums of scores.
-    outputs = 251 * (64 + 4) if window is None else 0
+    # Where a kernel takes chunks at once, also sums of scores, and on GPUs the outputs of each, as wide as queries.
+    outputs = 251 * (4 + 64 * (device == "cuda")) if window is None else 0
     batch = MicroBatch(3, 1001)
-    assert kept_bytes(attention, batch=batch, shared_by=BY_KEYS) == 3 * (needed * 16 + outputs)
-    assert kept_bytes(attention, batch=batch, shared_by=AGAIN) == 3 * (251 * 16 + outputs)
+    assert kept_bytes(attention, batch=batch, shared_by=BY_KEYS, device=device) == 3 * (needed * 16 + outputs)
+    assert kept_bytes(attention, batch=batch, shared_by=AGAIN, device=device) == 3 * (251 * 16 + outputs)
     more = backward_bytes(attention, batch=batch, shared_by=AGAIN)
     assert more == backward_bytes(attention, batch=batch, shared_by=BY_KEYS) + 3 * needed * 16
     assert needed == 1001 if window is None else needed <= 1001 // 4 + 1 + 2 * 99
@@ -83,15 +84,15 @@ def test_heads_that_are_exchanged_are_kept_by_one_rank():
     attention = TracedAttention(query_bytes=64.0, key_bytes=32.0, heads=8, key_heads=4)
     queries, keys, sums = 1001 * 64 / 4, 1001 * 32 / 4, 1001 * 4 * 8 / 4
     dealt = 3 * (2 * queries + keys + sums - 251 * 64)  # outputs are as wide as queries
-    assert kept_bytes(attention, batch=batch, shared_by=BY_HEADS) == dealt
+    assert kept_bytes(attention, batch=batch, shared_by=BY_HEADS, device="cpu") == dealt
     windows = replace(attention, window=100)  # block by block, each computed again
-    assert kept_bytes(windows, batch=batch, shared_by=BY_HEADS) == 3 * (queries + keys - 251 * 64)
+    assert kept_bytes(windows, batch=batch, shared_by=BY_HEADS, device="cpu") == 3 * (queries + keys - 251 * 64)
     few = replace(attention, key_heads=2)  # two ranks have the same keys
-    assert kept_bytes(few, batch=batch, shared_by=BY_HEADS) == dealt + 3 * keys
+    assert kept_bytes(few, batch=batch, shared_by=BY_HEADS, device="cpu") == dealt + 3 * keys
     wide = replace(attention, is_square=False)  # no fused kernel takes values of another width
-    assert kept_bytes(wide, batch=batch, shared_by=BY_HEADS) == 3 * (queries + keys - 251 * 64)
+    assert kept_bytes(wide, batch=batch, shared_by=BY_HEADS, device="cpu") == 3 * (queries + keys - 251 * 64)
     all_tokens = replace(attention, window=1001)
-    assert kept_bytes(all_tokens, batch=batch, shared_by=BY_HEADS) == dealt
+    assert kept_bytes(all_tokens, batch=batch, shared_by=BY_HEADS, device="cpu") == dealt
     uneven = replace(attention, key_heads=5, heads=5)  # two of five heads
     assert uneven.dealt(4) == (0.4, 0.4 * 64, 0.4 * 32)
 

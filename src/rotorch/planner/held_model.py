@@ -53,8 +53,15 @@ class HeldModel:
         parts = stages.parts_of(spec) if stages is not None else ()
         return HeldModel(folded, tuple(strategies), model, parts, at_rest(model, strategies=strategies, parts=parts))
 
-    def peaks(self, traced: Traced, *, batch: MicroBatch, accumulation: int) -> tuple[Memory, ...]:
-        """Returns the peak of each of `ranks`, by traced passes, for a micro-batch and their number in a step."""
+    def peaks(self, traced: Traced, *, batch: MicroBatch, accumulation: int, device: str) -> tuple[Memory, ...]:
+        """Returns the peak of each of `ranks`, by traced passes.
+
+        Args:
+            traced: the passes.
+            batch: one micro-batch.
+            accumulation: micro-batches of a step.
+            device: of ranks, "cpu" or "cuda".
+        """
         in_shared_memory = getattr(self.strategies[-1], "transport", "") == "shared_memory"
         return peaks(
             self.folded,
@@ -66,6 +73,7 @@ class HeldModel:
             parts=self.parts,
             cut=self.model if with_visits(self.strategies) is not None else None,
             held=self.model if in_shared_memory else None,
+            device=device,
         )
 
 

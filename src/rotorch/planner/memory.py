@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rotorch.core.messages import SUM_CHUNK_BYTES
 from rotorch.core.strategy import Strategy
@@ -74,6 +75,7 @@ def peaks(
     parts: Sequence[range] = (),
     cut: FoldedModel | None = None,
     held: FoldedModel | None = None,
+    device: str,
 ) -> tuple[Memory, ...]:
     """Peaks of ranks.
 
@@ -88,6 +90,7 @@ def peaks(
         cut: the model as strategies hold it, whose units have numbers of visits of their own; given if slices visit.
         held: the model as the innermost strategy holds it, with one layer per class; given if its buffers grow with the
             batch.
+        device: of ranks, "cpu" or "cuda".
     """
     slots, inner = 0, strategies[-1]
     if held is not None:  # gradients of small layers are summed side by side, up to a limit
@@ -97,7 +100,7 @@ def peaks(
     own = own_tokens(batch, num_ranks=shared_by.num_ranks)
     keys, attending = (
         tuple([of(each, batch=batch, shared_by=shared_by) for each in layer.attentions] for layer in traced.layers)
-        for of in (kept_bytes, backward_bytes)
+        for of in (partial(kept_bytes, device=device), backward_bytes)
     )
     passes = _Passes(
         model, traced, strategies, own, accumulation, parts, float(slots),

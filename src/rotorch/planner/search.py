@@ -401,7 +401,12 @@ class _Search:
 
     def memory(self, candidate: _Candidate, rows: int, accumulation: int) -> Memory:
         """Returns the memory of the rank that holds most."""
-        found = candidate.held.peaks(candidate.task.traced, batch=self._micro_batch(rows), accumulation=accumulation)
+        found = candidate.held.peaks(
+            candidate.task.traced,
+            batch=self._micro_batch(rows),
+            accumulation=accumulation,
+            device=self.task.cluster.device.type,
+        )
         return max(found, key=lambda memory: memory.total_bytes)
 
     def time(self, candidate: _Candidate, rows: int, accumulation: int, *, less_than: float = inf) -> StepTime | None:

@@ -129,6 +129,7 @@ def kept_bytes(
     *,
     batch: MicroBatch,
     shared_by: SequenceRanks,
+    device: str,
 ) -> float:
     """Bytes that an attention keeps for backward beside its own tokens' queries.
 
@@ -136,6 +137,7 @@ def kept_bytes(
         attention: as it was traced.
         batch: the micro-batch; its tokens are those of the whole sequence.
         shared_by: the ranks that share it.
+        device: "cpu" or "cuda".
     """
     num_ranks = shared_by.num_ranks
     own = own_tokens(batch, num_ranks=num_ranks).num_tokens
@@ -144,8 +146,10 @@ def kept_bytes(
         outputs = queries + share * attention.sum_bytes if attention.is_fused(batch.num_tokens) else 0.0
         return batch.num_rows * (batch.num_tokens * (queries + keys + outputs) - own * attention.query_bytes)
     needed = own if shared_by.fetches_again else most_keys(batch.num_tokens, num_ranks, attention.window)
-    # Outputs of chunks, beside all of them together.
-    outputs = attention.query_bytes + attention.sum_bytes if attention.is_fused(batch.num_tokens) else 0.0
+    outputs = 0.0
+    if attention.is_fused(batch.num_tokens):
+        # On CPU the outputs of both chunks are one tensor, which is counted; elsewhere each chunk's is kept beside it.
+        outputs = attention.sum_bytes + (attention.query_bytes if device != "cpu" else 0.0)
     return batch.num_rows * (needed * attention.key_bytes + own * outputs)
 
 

@@ -66,7 +66,7 @@ class CountedPasses:
         strategies = with_transports(strategies, device=device, per_host=per_host)
         folded = fold(self.spec)
         held = HeldModel.of(self.spec, folded=folded, short=folded.short(), strategies=strategies)
-        found = held.peaks(self._traced_under(strategies), batch=batch, accumulation=accumulation)
+        found = held.peaks(self._traced_under(strategies), batch=batch, accumulation=accumulation, device=device)
         # Ranks of a stage are alike, and so are replicas around a pipeline.
         firsts, replicas = [fixed.rank for fixed in held.ranks], 1
         for strategy in strategies[:-1]:
