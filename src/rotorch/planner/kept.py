@@ -54,6 +54,7 @@ class KeptBytes:
         keys: by class of layers, bytes of keys and values that the layer keeps of a sequence which ranks share.
         attending: the same of what there is beside them in their backward.
         visits_by_name: of units that have a number of visits of their own.
+        head_parts: in which a slice of the head visits.
     """
 
     model: FoldedModel
@@ -66,6 +67,7 @@ class KeptBytes:
     keys: tuple[float, ...]
     attending: tuple[float, ...]
     visits_by_name: Mapping[str, int]
+    head_parts: int
 
     @property
     def inner(self) -> Strategy:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rotorch.core.messages import SUM_CHUNK_BYTES
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import Strategy, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.planner.kept import KeptBytes
 from rotorch.planner.memory_at_rest import FixedMemory, Gathered, trained_weights
@@ -102,10 +102,12 @@ def peaks(
         tuple([of(each, batch=batch, shared_by=shared_by) for each in layer.attentions] for layer in traced.layers)
         for of in (partial(kept_bytes, device=device), backward_bytes)
     )
+    ring = with_visits(strategies)
     passes = _Passes(
         model, traced, strategies, own, accumulation, parts, float(slots),
         keys=tuple(map(sum, keys)), attending=tuple(max(each, default=0.0) for each in attending),
         visits_by_name={} if cut is None else cut.visits_by_name,
+        head_parts=1 if ring is None or cut is None or cut.head is None else ring.num_parts(cut.head),
     )  # fmt: skip
     return tuple(map(passes.peak, ranks))
 
@@ -409,21 +411,24 @@ class _Passes(KeptBytes):
             return {"temporaries": given}
         if not (inner.kind in ("megatron", "atp") or ring is not None or inner.feature_axes):
             return {"logits": self.traced.logits.of(self.rows)}
-        one = self._logits
+        one, half = self._logits, self.batch.itemsize / self.batch.loss_itemsize
         if ring is not None:
             keeps = getattr(ring, "recompute", "none") == "none"
-            # Of half precision a slice exists as the product gave it, its gradient too, and one is kept.
-            half = 3 * one * self.batch.itemsize / self.batch.loss_itemsize
-            # Only where there are others is a slice computed again, beside the gradient that is made of it.
             visits = self.visits([head])
-            at_once = one + half if self.batch.itemsize < self.batch.loss_itemsize else min(2, visits) * one
-            parts = self.cuts.interior * visits * ring.num_parts(head)
-            return {
-                "logits": one / self.cuts.interior if keeps else at_once / parts,
-                "temporaries": given * (4 if keeps else 2),
-            }
+            parts = self.cuts.interior * visits * self.head_parts
+            if half < 1:
+                # A slice exists as the product gave it, its gradient too, and where it is computed again one is kept.
+                at_once = (one + one * half * (1 if keeps else 3)) / parts
+                at_once += one * half / self.cuts.interior if keeps else 0.0
+            elif keeps:
+                at_once = one / self.cuts.interior
+            else:  # only where there are others is a slice computed again, beside the gradient that is made of it
+                at_once = min(2, visits) * one / parts
+            if self.traced.on_logits:  # these run again for each slice: the last one's output, gradients, what is kept
+                at_once += (1 + self.traced.kept_on_logits) * one * (half if half < 1 else 2) / parts
+            return {"logits": at_once, "temporaries": given * (4 if keeps else 2)}
         cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream
-        return {"logits": 2 * one / cut}
+        return {"logits": (2 + self.traced.kept_on_logits * half) * one / cut}
 
     def _attending(self, number: int, *, kept: float) -> tuple[float, float]:
         """Bytes of what is kept, and of all else, in a layer's attention, when all behind it is done.

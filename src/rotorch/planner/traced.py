@@ -84,6 +84,8 @@ class Traced:
         behind_backward: the most in the backward of what lies between the layers and the head, beyond what the layers
             keep and the gradient of their output.
         unsaved_shared: given to all layers and not kept, but where these are computed again.
+        on_logits: element-wise operations between the head and the loss: scales, soft caps.
+        kept_on_logits: those of them that keep a tensor as large as the logits.
     """
 
     layers: tuple[TracedLayer, ...]
@@ -93,3 +95,5 @@ class Traced:
     behind: PerRow = PerRow()
     behind_backward: PerRow = PerRow()
     unsaved_shared: PerRow = PerRow()
+    on_logits: int = 0
+    kept_on_logits: int = 0

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from transformers.initialization import no_init_weights
 
 from rotorch._torch_private import ASKS_FOR_VALUES, fake_tensors, storage_key
@@ -114,6 +115,8 @@ def trace_memory(
         behind=fits["behind"],
         behind_backward=fits["behind backward"],
         unsaved_shared=fits["unsaved shared"],
+        on_logits=int(one["on logits"]),
+        kept_on_logits=int(one["kept on logits"]),
     )
 
 
@@ -215,6 +218,16 @@ class _Interval:
     alive: list[int]
 
 
+_AS_IT_WAS = ("View", "UnsafeView", "Slice", "Alias", "ToCopy", "Clone", "Transpose", "Squeeze", "Unsqueeze")
+"""What a node of autograd is called that changes no value but by rounding."""
+
+
+def _keeps(node: Node, *, numel: int) -> bool:
+    """True if an operation keeps a tensor of so many elements for its backward."""
+    saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+    return any(isinstance(each, Tensor) and each.numel() == numel for each in saved)
+
+
 class _Backwards:
     """Bytes alive in the backward of each layer, from one gradient of a weight to the next, and behind the layers.
 
@@ -231,6 +244,7 @@ class _Backwards:
         self._found: dict[str, list[_Interval]] = {}
         self._base = self._made = 0
         self._is_behind = False
+        self._logits: Tensor | None = None
 
     def of(self, name: str) -> list[_Interval]:
         """Returns the intervals of a layer's backward."""
@@ -280,7 +294,29 @@ class _Backwards:
             if hidden.requires_grad:
                 hidden.register_hook(begins)
 
+        def gave(_: nn.Module, __: Any, output: Tensor) -> None:
+            self._logits = output
+
         head.register_forward_pre_hook(given)
+        head.register_forward_hook(gave)
+
+    def on_logits(self, loss: Tensor) -> tuple[int, int]:
+        """Numbers of element-wise operations between the head and a loss, and of those that keep one of its tensors.
+
+        Asked for before the loss's backward.
+        """
+        logits, self._logits = self._logits, None
+        if logits is None:
+            return 0, 0
+        node, between, of_loss = loss.grad_fn, [], True
+        while node is not None and node is not logits.grad_fn:
+            if not of_loss and not node.name().startswith(_AS_IT_WAS):
+                between.append(node)
+            of_loss = of_loss and not node.name().startswith("LogSoftmax")
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is None:  # the loss is not made of the head's logits as they are
+            return 0, 0
+        return len(between), sum(_keeps(node, numel=logits.numel()) for node in between)
 
     def _note(self, name: str) -> None:
         if name in self._found:
@@ -435,6 +471,7 @@ def _trace(
             kept["behind"] = float(saved.bytes_of("behind"))
             kept["outside"] = float(saved.bytes_of("outside")) + kept["behind"]
             kept["unsaved shared"] = float(saved.unsaved_shared_bytes)
+            kept["on logits"], kept["kept on logits"] = map(float, backwards.on_logits(loss))
             kept |= {
                 f"{name} unsaved input": given[f"{name} given"] * (name not in saved.saves_given) for name in names
             }
