@@ -55,6 +55,7 @@ class KeptBytes:
         attending: the same of what there is beside them in their backward.
         visits_by_name: of units that have a number of visits of their own.
         head_parts: in which a slice of the head visits.
+        device: of ranks, "cpu" or "cuda".
     """
 
     model: FoldedModel
@@ -68,6 +69,7 @@ class KeptBytes:
     attending: tuple[float, ...]
     visits_by_name: Mapping[str, int]
     head_parts: int
+    device: str
 
     @property
     def inner(self) -> Strategy:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from rotorch.core.messages import SUM_CHUNK_BYTES
 from rotorch.core.strategy import Strategy, with_visits
@@ -107,7 +107,7 @@ def peaks(
         model, traced, strategies, own, accumulation, parts, float(slots),
         keys=tuple(map(sum, keys)), attending=tuple(max(each, default=0.0) for each in attending),
         visits_by_name={} if cut is None else cut.visits_by_name,
-        head_parts=1 if ring is None or cut is None or cut.head is None else ring.num_parts(cut.head),
+        device=device, head_parts=1 if ring is None or cut is None or cut.head is None else ring.num_parts(cut.head),
     )  # fmt: skip
     return tuple(map(passes.peak, ranks))
 
@@ -157,7 +157,8 @@ class _Passes(KeptBytes):
             if 0 in rank.stages:
                 moments.append({"gathered": whole.stage, **self._end_of_first_stage(kept, given=given)})
         else:
-            in_forward, in_backward, last = 0.0, 0.0, {"gradients": gradients, "temporaries": given}
+            in_forward, in_backward = 0.0, 0.0
+            last = {"gradients": self._made(early, gradients), "temporaries": max(given, self._last_of_tied(early))}
             if 0 in rank.stages:
                 last |= self._end_of_first_stage(kept, given=given)
             if self.gathers:  # gradients of layers leave one after the other
@@ -201,6 +202,38 @@ class _Passes(KeptBytes):
                     moments += [{"gradients": late, "activations": a, "temporaries": b} for a, b in each]
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
+
+    def _made(self, early: float, made: float) -> float:
+        """Gradients, of which `early` have permanent memory and `made` are made so far in a backward.
+
+        DDP's buckets take them as they are made; where passes have copies of weights they are put side by side at the
+        end, by the CPU ranks of a host.
+        """
+        beside = self.inner.kind == "ddp" and self.accumulation == 1 and self._has_copies and self.device == "cpu"
+        return early + made if beside else early or made
+
+    @cached_property
+    def _has_copies(self) -> bool:
+        units = (unit for layer in self.model.classes for unit in layer.units)
+        return any(weight.copy_itemsize is not None for unit in units for weight in unit.weights)
+
+    @cached_property
+    def _tied(self) -> float:
+        """Bytes of the gradient of a table that is the head, too, where autograd adds both up."""
+        if self.inner.kind not in ("single", "ddp") or self.sharing:
+            return 0.0
+        return float(
+            sum(weight.num_bytes for unit in self.model.before if unit.logits for weight in trained_weights(unit))
+        )
+
+    def _last_of_tied(self, early: float) -> float:
+        """At the end of a backward the head's gradient of a table is there still, beside the table's own.
+
+        Their sum is counted as the weight's, unless it is added to another one.
+        """
+        if early or self.accumulation > 1:
+            return 3 * self._tied
+        return self._tied * (1.5 if self._has_copies else 2)
 
     def _last_to_come(self, rank: FixedMemory, *, of_layers: float) -> float:
         """The gradients that are not there yet in the first layer's backward: its own, and those of what is before."""
@@ -283,21 +316,22 @@ class _Passes(KeptBytes):
             one = self._logits / (cuts.interior if self.inner.kind in ("megatron", "atp") else cuts.stream)
             half = self.batch.itemsize / self.batch.loss_itemsize
             yield {"gradients": early, "activations": kept, "logits": one * half, "temporaries": made}
+        waits = self._tied if early else 0.0  # the head's gradient of a table, for the table's own
         beside = self.traced.layers[pattern[-1]].given.of(rows, cut=cuts.stream)
         beside += self.traced.behind_backward.of(rows, cut=cuts.outside)
         yield {
-            "gradients": early or behind,
+            "gradients": self._made(early, behind),
             "activations": kept - self.traced.behind.of(rows, cut=cuts.outside),
-            "temporaries": beside,
+            "temporaries": beside + waits,
         }
         for layer in self._ends(range(number)):
             saved = self._all_kept(pattern[layer])
             left = around + sum(each[place] for place in pattern[:layer])
             for made, alive in self._alive_in(pattern[layer], again=self.again):
                 yield {
-                    "gradients": early or behind + own * (number - 1 - layer + made),
+                    "gradients": self._made(early, behind + own * (number - 1 - layer + made)),
                     "activations": left + min(alive, saved),
-                    "temporaries": max(0.0, alive - saved),
+                    "temporaries": max(0.0, alive - saved) + waits,
                 }
 
     def _messages(self, rank: FixedMemory) -> int:
