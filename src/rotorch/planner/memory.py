@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from rotorch.core.messages import SUM_CHUNK_BYTES
+from rotorch.core.spec import Weight
 from rotorch.core.strategy import Strategy, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.planner.kept import KeptBytes
@@ -158,7 +159,8 @@ class _Passes(KeptBytes):
                 moments.append({"gathered": whole.stage, **self._end_of_first_stage(kept, given=given)})
         else:
             in_forward, in_backward = 0.0, 0.0
-            last = {"gradients": self._made(early, gradients), "temporaries": max(given, self._last_of_tied(early))}
+            last = self._end_of_backward(early, gradients)
+            last["temporaries"] = max(given, last["temporaries"])
             if 0 in rank.stages:
                 last |= self._end_of_first_stage(kept, given=given)
             if self.gathers:  # gradients of layers leave one after the other
@@ -217,23 +219,35 @@ class _Passes(KeptBytes):
         units = (unit for layer in self.model.classes for unit in layer.units)
         return any(weight.copy_itemsize is not None for unit in units for weight in unit.weights)
 
+    def _tables(self, *, tied: bool) -> list[Weight]:
+        """Tables of words whose gradients autograd adds up whole: those that are the head, too, or all others."""
+        if self.inner.kind not in ("single", "ddp") or self.sharing:
+            return []
+        units = (unit for unit in self.model.before if bool(unit.logits) is tied)
+        return [weight for unit in units for weight in trained_weights(unit) if len(weight.shape) == 2]
+
     @cached_property
     def _tied(self) -> float:
-        """Bytes of the gradient of a table that is the head, too, where autograd adds both up."""
-        if self.inner.kind not in ("single", "ddp") or self.sharing:
-            return 0.0
-        return float(
-            sum(weight.num_bytes for unit in self.model.before if unit.logits for weight in trained_weights(unit))
-        )
+        """Bytes of the gradient of a table that is the head, too."""
+        return float(sum(weight.num_bytes for weight in self._tables(tied=True)))
 
-    def _last_of_tied(self, early: float) -> float:
-        """At the end of a backward the head's gradient of a table is there still, beside the table's own.
+    def _end_of_backward(self, early: float, gradients: float) -> dict[str, float]:
+        """The last gradient, of the table of words, is made in the passes' precision and added to what was there.
 
-        Their sum is counted as the weight's, unless it is added to another one.
+        Of a table that is the head, too, the head's gradient has waited for it: both are there, and their sum.
         """
+        whole = float(sum(weight.num_bytes for weight in self._tables(tied=False)))
+        if self._has_copies:
+            made = float(sum(weight.numel * weight.itemsize_in_pass for weight in self._tables(tied=False)))
+        else:
+            made = whole if early or self.accumulation > 1 else 0.0
         if early or self.accumulation > 1:
-            return 3 * self._tied
-        return self._tied * (1.5 if self._has_copies else 2)
+            made += 3 * self._tied
+        else:
+            made += self._tied * (1.5 if self._has_copies else 2)
+        if self.inner.kind == "ddp" and self.accumulation > 1 and not self._has_copies:
+            return {"gradients": gradients / 2 + whole + self._tied, "temporaries": made}  # all others are in buckets
+        return {"gradients": self._made(early, gradients), "temporaries": made}
 
     def _last_to_come(self, rank: FixedMemory, *, of_layers: float) -> float:
         """The gradients that are not there yet in the first layer's backward: its own, and those of what is before."""
@@ -316,6 +330,11 @@ class _Passes(KeptBytes):
             one = self._logits / (cuts.interior if self.inner.kind in ("megatron", "atp") else cuts.stream)
             half = self.batch.itemsize / self.batch.loss_itemsize
             yield {"gradients": early, "activations": kept, "logits": one * half, "temporaries": made}
+            if (
+                self._has_copies and early and self.inner.kind in ("single", "ddp")
+            ):  # made in the passes' precision first
+                made += float(self.model.head.bytes_in_pass)
+                yield {"gradients": early, "activations": kept, "temporaries": made}
         waits = self._tied if early else 0.0  # the head's gradient of a table, for the table's own
         beside = self.traced.layers[pattern[-1]].given.of(rows, cut=cuts.stream)
         beside += self.traced.behind_backward.of(rows, cut=cuts.outside)
