@@ -23,7 +23,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from transformers.initialization import no_init_weights
 
 from rotorch._torch_private import ASKS_FOR_VALUES, fake_tensors, storage_key
@@ -41,6 +40,7 @@ from rotorch.process.forking import start_autograd
 from rotorch.shard.materialize import on_meta
 from rotorch.shard.storages import all_tensors
 from rotorch.traced.attention import attentions_alone
+from rotorch.traced.backwards import Backwards, Interval, is_trained
 from rotorch.traced.live_storages import GRADIENTS, LOGITS, OTHER, WEIGHTS, LiveStorages, tensors_in
 from rotorch.traced.weight_copies import WeightCopies
 
@@ -183,7 +183,7 @@ def _line(one: float, two: float) -> PerRow:
     return PerRow(row_bytes, max(0.0, one - _ROWS[0] * row_bytes, two - _ROWS[1] * row_bytes))
 
 
-def _points(one: Sequence[_Interval], two: Sequence[_Interval]) -> tuple[BackwardPoint, ...]:
+def _points(one: Sequence[Interval], two: Sequence[Interval]) -> tuple[BackwardPoint, ...]:
     """The moments of a layer's backward that are the highest for some number of rows, of traces of one row and two.
 
     Operators are the same for any number of rows, and so are changes of memory, one by one.
@@ -203,125 +203,6 @@ def _points(one: Sequence[_Interval], two: Sequence[_Interval]) -> tuple[Backwar
         if not any(k.row_bytes >= point.row_bytes and k.constant_bytes >= point.constant_bytes for k in kept):
             kept.append(point)
     return tuple(kept)
-
-
-@dataclass(frozen=True)
-class _Interval:
-    """A part of a layer's backward, which ends when the gradient of a weight is made, or with the backward.
-
-    Attributes:
-        made: bytes of the layer's gradients that were made before.
-        alive: after each change, bytes beyond those that were alive when the layer's backward began.
-    """
-
-    made: int
-    alive: list[int]
-
-
-_AS_IT_WAS = ("View", "UnsafeView", "Slice", "Alias", "ToCopy", "Clone", "Transpose", "Squeeze", "Unsqueeze")
-"""What a node of autograd is called that changes no value but by rounding."""
-
-
-def _keeps(node: Node, *, numel: int) -> bool:
-    """True if an operation keeps a tensor of so many elements for its backward."""
-    saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
-    return any(isinstance(each, Tensor) and each.numel() == numel for each in saved)
-
-
-class _Backwards:
-    """Bytes alive in the backward of each layer, from one gradient of a weight to the next, and behind the layers.
-
-    Args:
-        live: counts them.
-
-    Attributes:
-        behind: the most between the head and the last layer, beyond those alive when that one's backward began.
-    """
-
-    def __init__(self, live: LiveStorages) -> None:
-        self.behind = 0
-        self._live = live
-        self._found: dict[str, list[_Interval]] = {}
-        self._base = self._made = 0
-        self._is_behind = False
-        self._logits: Tensor | None = None
-
-    def of(self, name: str) -> list[_Interval]:
-        """Returns the intervals of a layer's backward."""
-        return self._found.get(name, [])
-
-    def watch(self, name: str, layer: nn.Module) -> None:
-        """Watches a layer of a model that nobody uses behind the trace: its hooks stay."""
-
-        def begins(_: Tensor) -> None:
-            self._found[name], self._made, self._base = [], 0, self._live.made_bytes()
-            since = self._live.made_since()
-            if self._is_behind:
-                self.behind, self._is_behind = max(since) - self._base, False
-
-        def ends(_: Tensor) -> None:
-            if self._found.get(name):
-                self._note(name)
-
-        def made(weight: Tensor) -> None:
-            self._note(name)
-            self._made += weight.nbytes
-
-        def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if hidden.requires_grad:
-                hidden.register_hook(ends)
-
-        def gave(_: nn.Module, __: Any, output: Any) -> None:
-            hidden = next(tensors_in(output))
-            if hidden.requires_grad:
-                hidden.register_hook(begins)
-
-        for weight in filter(_is_trained, layer.parameters()):
-            weight.register_post_accumulate_grad_hook(made)
-        layer.register_forward_pre_hook(given, with_kwargs=True)
-        layer.register_forward_hook(gave)
-
-    def watch_head(self, head: nn.Module) -> None:
-        """Watches what lies between a head and the last layer."""
-
-        def begins(_: Tensor) -> None:
-            self._live.made_since()
-            self._is_behind = True
-
-        def given(_: nn.Module, args: tuple[Any, ...]) -> None:
-            hidden = next(tensors_in(args))
-            if hidden.requires_grad:
-                hidden.register_hook(begins)
-
-        def gave(_: nn.Module, __: Any, output: Tensor) -> None:
-            self._logits = output
-
-        head.register_forward_pre_hook(given)
-        head.register_forward_hook(gave)
-
-    def on_logits(self, loss: Tensor) -> tuple[int, int]:
-        """Numbers of element-wise operations between the head and a loss, and of those that keep one of its tensors.
-
-        Asked for before the loss's backward.
-        """
-        logits, self._logits = self._logits, None
-        if logits is None:
-            return 0, 0
-        node, between, of_loss = loss.grad_fn, [], True
-        while node is not None and node is not logits.grad_fn:
-            if not of_loss and not node.name().startswith(_AS_IT_WAS):
-                between.append(node)
-            of_loss = of_loss and not node.name().startswith("LogSoftmax")
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is None:  # the loss is not made of the head's logits as they are
-            return 0, 0
-        return len(between), sum(_keeps(node, numel=logits.numel()) for node in between)
-
-    def _note(self, name: str) -> None:
-        if name in self._found:
-            alive = [now - self._base for now in self._live.made_since()]
-            self._found[name].append(_Interval(self._made, alive))
 
 
 def _shallow(model_config: Any, *, layers: int, mixes: bool) -> Any:
@@ -435,7 +316,7 @@ def _trace(
     precision: Precision,
     parts: _Parts | None,
     halves: Sequence[Unit] = (),
-) -> tuple[dict[str, float], _Backwards]:
+) -> tuple[dict[str, float], Backwards]:
     module = without_values(make)  # here: peft's code does not know fake tensors
     others = list(all_tensors())
     with _no_collection(), fake_tensors(), _one_sequence_per_row(), _groups_of_any_dtype():
@@ -443,7 +324,7 @@ def _trace(
         _halve(module, halves)
         if precision == "bfloat16":
             WeightCopies(module).put()
-        for parameter in filter(_is_trained, module.parameters()):
+        for parameter in filter(is_trained, module.parameters()):
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         saved = _Saved(module, columns=columns)
         given: dict[str, float] = {}
@@ -455,7 +336,7 @@ def _trace(
         autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast_bfloat16" else nullcontext()
         live = LiveStorages()
         classes = frozenset() if parts is None else parts.classes
-        backwards = _Backwards(live)
+        backwards = Backwards(live)
         for name in names:
             backwards.watch(name, module.get_submodule(name))
         backwards.watch_head(module.get_output_embeddings())
@@ -499,10 +380,6 @@ def _fake(module: nn.Module) -> None:
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             held.update({name: fake(tensor) for name, tensor in held.items()})
-
-
-def _is_trained(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
 
 
 @contextmanager
