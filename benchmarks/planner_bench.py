@@ -158,7 +158,13 @@ def main() -> None:
             )
         print(order(rows))
         record.setdefault("rows", []).extend({"run": run.stem, **row} for row in rows)
-        record.setdefault("orders", []).append({"bench": bench.stem, **order(rows)})
+        measured = json.loads(bench.read_text("utf-8"))
+        origin = {
+            "commit": measured["commit"],
+            "date": measured["date"],
+            "load": measured["machine"]["load_average"][0],
+        }
+        record.setdefault("orders", []).append({"bench": bench.stem, **order(rows), "measured": origin})
     if arguments.record is not None:
         errors = sorted(abs(row["error"]) for row in record["rows"])
         record |= describe_origin()

@@ -218,11 +218,17 @@ class KeptBytes:
         layer, keys = self.traced.layers[number], self.keys[number]
         if self.by_units and layer.attentions:  # which are not computed again
             return layer.given.of(self.rows) * 2 + layer.attention.of(self.rows) + keys
-        if self.by_units:  # inputs of both of its units, and for some what attention gives
-            return layer.given.of(self.rows) * (2 if self.again else 3)
+        if self.by_units:  # inputs of both of its units and of norms behind them, and for some what attention gives
+            return layer.given.of(self.rows) * ((2 if self.again else 3) + self._norms_behind(number))
         if self.again:
             return layer.given.of(self.rows, cut=self.cuts.stream)
         return self._all_kept(number)
+
+    def _norms_behind(self, number: int) -> int:
+        """Norms of a layer beside those before its units: of their outputs."""
+        whole = (unit for unit in self.model.classes[number].units if unit.kind is UnitKind.REPLICATED)
+        weights = (weight for unit in whole for weight in unit.weights if weight.name.endswith("weight"))
+        return max(0, sum(weight.shape == (self.model.width,) for weight in weights) - 2)
 
     def _all_kept(self, number: int) -> float:
         """A layer of which nothing is computed again."""
@@ -254,7 +260,8 @@ class KeptBytes:
         if self.by_units:
             layer = self.traced.layers[number]
             slices = self.cuts.interior * self.visits_in(number)
-            return self._all_of(replace(layer, attention=PerRow()), cut=slices, times=1)
+            inside = self._all_of(replace(layer, attention=PerRow()), cut=slices, times=1)
+            return inside - self._norms_behind(number) * layer.given.of(self.rows)  # whose inputs are kept
         return self._all_kept(number)
 
     def _all_of(self, layer: TracedLayer, *, cut: float, times: int) -> float:

@@ -189,6 +189,11 @@ class _Passes(KeptBytes):
                 left, beside = max((self._attending(number, kept=left) for number in layers), key=sum)
                 in_attention = {"activations": left, "temporaries": beside}
                 moments.append({"gradients": early, "gathered": in_backward, **in_attention})
+            makes_logits_again = getattr(self.ring, "recompute", "") == "head" and not self.traced.on_logits
+            if self.ring is not None and not early and has_head and self.model.head and makes_logits_again:
+                # The loss ends with this rank's own slice, whose gradient has got its memory, and with as many logits.
+                own = sum(weight.num_bytes for weight in trained_weights(self.model.head)) / self.cuts.interior
+                moments.append({"gradients": own / self.ring.num_ranks, "activations": kept, **loss})
             if self.ring is not None:
                 left = kept - self.traced.behind.of(self.rows) if has_head and not self.by_units else kept
                 each = [self._gradients_of_experts(number, kept=left) for number in layers]
