@@ -60,27 +60,27 @@ def test_errors_of_peaks_are_the_records(name, said):
 def test_orders_of_layouts_are_the_record_s():
     orders = record("planner-bench.json")["orders"]
     taus, regrets = [order["tau"] for order in orders], sorted(order["regret"] for order in orders)
-    text = re.search(
-        r"Kendall's tau is ([\d.]+) to ([\d.]+), ([\d.]+) in the\s+mean; .* and ([\d.]+) % slower in one", PAGE
-    )
-    assert text.groups() == (
-        f"{min(taus):.1f}", f"{max(taus):.1f}", f"{sum(taus) / len(taus):.2f}", f"{100 * regrets[-1]:.1f}"
-    )  # fmt: skip
-    assert (
-        len(orders) == 10 and "in the ten benches" in PAGE and regrets[-2] == 0.0 and "fastest layout in nine" in PAGE
-    )
+    text = re.search(r"Kendall's tau is ([\d.]+) to ([\d.]+), ([\d.]+) in the\s+mean", PAGE)
+    assert text.groups() == (f"{min(taus):.1f}", f"{max(taus):.1f}", f"{sum(taus) / len(taus):.2f}")
+    assert len(orders) == 10 and all(8 <= order["rows"] <= 10 for order in orders)
+    slower = [f"{100 * regret:.1f}" for regret in regrets if regret > 0.05]
+    assert "in five, and {}, {}, {}, {} and {} % slower in the others".format(*slower) in PAGE
+    rows = record("planner-bench.json")["rows"]
+    longer = [row["measured_s"] / row["predicted_s"] for row in rows]
+    assert f"Seconds take {min(longer):.1f} to {max(longer):.1f} times as long" in PAGE
 
 
 def test_what_is_said_of_single_rows_is_the_record_s():
     rows = record("planner-bench.json")["rows"]
-    by_size = sorted(rows, key=lambda row: -abs(row["error"]))
-    worst = [(row["parallel"], row["rows"] * row["tokens"], f"{100 * row['error']:.1f}") for row in by_size[:2]]
-    assert worst == [("fsdp=2", 64, "-2.5"), ("pp=2", 2048, "-2.0")]
-    assert "(2.5 % too low)" in PAGE and "`pp=2` (2.0 %, too low)" in PAGE
-    assert f"all other rows are within {100 * abs(by_size[2]['error']):.1f} %" in PAGE
-    made = {("llama-h512", 128), ("llama-h512", 64)}
-    others = [abs(row["error"]) for row in rows if (row["run"], row["tokens"]) not in made]
-    mean = 100 * sum(others) / len(others)
-    assert f"other {len(others)} rows" in PAGE and f"the error is {mean:.2f} % in the mean. On four ranks" in PAGE
-    longer = [row["measured_s"] / row["predicted_s"] for row in rows]
-    assert f"Seconds take {min(longer):.1f} to {max(longer):.1f} times as long" in PAGE
+    errors = sorted(abs(row["error"]) for row in rows)
+    assert f"{100 * errors[len(errors) // 2]:.2f} % in the median" in PAGE
+    worst = [row for row in rows if abs(row["error"]) > 0.0138]
+    assert f"{len(rows) - len(worst)} rows are within 1.38 %" in PAGE and len(worst) == 6
+    gathered = [row for row in worst if row["parallel"].startswith("fsdp=2")]
+    assert len(gathered) == 5 and all(row["rows"] * row["tokens"] == 128 and row["error"] < 0 for row in gathered)
+    sizes = sorted(abs(row["error"]) for row in gathered)
+    assert f"({100 * sizes[0]:.1f} to {100 * sizes[-1]:.1f} % too low)" in PAGE
+    (other,) = (row for row in worst if row not in gathered)
+    assert other["parallel"] == "ep=2" and f"`ep=2`, {-100 * other['error']:.1f} %" in PAGE
+    longer = [row for row in rows if row["parallel"].startswith("fsdp=2") and row["rows"] * row["tokens"] == 512]
+    assert max(abs(row["error"]) for row in longer) < 0.0001
