@@ -333,9 +333,9 @@ def local_plan(spec: ModelSpec, layout: str, *, rank: int) -> Any:
         for key in (f"model/{name}", *(f"optimizer/{key}/{name}" for key in _MOMENTS)):
             tensors[key] = ChunkedTensor(local, shape=weight.shape, chunks=chunks)
         tensors[f"optimizer/step/{name}"] = torch.zeros(())
-    planner = ChunksSavePlanner()
-    planner.set_up_planner(tensors, is_coordinator=rank == 0)
-    return planner.create_local_plan()
+    with ChunksSavePlanner() as planner:
+        planner.set_up_planner(tensors, is_coordinator=rank == 0)
+        return planner.create_local_plan()
 
 
 @lru_cache(maxsize=8)
@@ -369,9 +369,10 @@ def plans_of_ranks(spec: ModelSpec, layout: str, directory: Path) -> None:
 def plan_of_a_save(layout: str, directory: Path) -> Counts:
     """Rank 0's plan of a checkpoint, from the plans that all ranks send."""
     received = pickle.loads((directory / "received").read_bytes())
-    plans = [pickle.loads(plan) for plan in received]
-    planner = ChunksSavePlanner()
-    planned, _ = planner.create_global_plan(plans)
+    with ChunksSavePlanner() as planner:
+        planner.rest_of_collector()  # as when this rank has made its own plan
+        plans = [pickle.loads(plan) for plan in received]
+        planned, _ = planner.create_global_plan(plans)
     return {
         "received_bytes": sum(map(len, received)),
         "received_items": sum(len(plan.items) for plan in plans),

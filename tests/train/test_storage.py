@@ -1,8 +1,10 @@
 """Bytes of tensors to files and back, through a buffer that holds however little of them."""
 
+import gc
 import hashlib
 import io
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from rotorch.core.errors import FinalFailure, RankFailure
 from rotorch.core.spec import Weight
-from rotorch.train.checkpoint import manifest, storage
+from rotorch.train.checkpoint import manifest, saving, storage
 from rotorch.train.checkpoint.directories import leftovers
 from rotorch.train.checkpoint.manifest import StoredChunk, read_manifest
 from rotorch.train.checkpoint.saving import check, latest, load, save
@@ -141,6 +143,29 @@ def test_each_chunk_is_saved_by_one_of_its_holders_and_none_has_much_more_to_wri
     plans, _ = ChunksSavePlanner().create_global_plan([plan_of(left, right), plan_of(left, right), plan_of(right)])
     assert sorted(places(plans[0]) + places(plans[1]) + places(plans[2])) == [(0, 0), (0, 3)]
     assert max(len(plan.items) for plan in plans) == 1
+
+
+class Collecting(ChunksSavePlanner):
+    """Notes whether the collector of cycles works when the plans of all ranks are there; fails then if told to."""
+
+    fails = False
+    found = None
+
+    def create_global_plan(self, all_plans):
+        Collecting.found = gc.isenabled()
+        if self.fails:
+            raise RuntimeError("as told")
+        return super().create_global_plan(all_plans)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_rests_while_plans_come_in_and_not_after_a_save(fails, tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "ChunksSavePlanner", Collecting)
+    monkeypatch.setattr(Collecting, "fails", fails)
+    assert gc.isenabled()
+    with pytest.raises(RankFailure, match="as told") if fails else nullcontext():
+        save(tmp_path, make(), keep=1)
+    assert Collecting.found is False and gc.isenabled()
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ def save_optimizer(directory: Path, *, model: ParallelModel, optimizer: torch.op
         tensors = optimizer_tensors(state, names=names_to_save(model))
     writer = CheckpointWriter(directory, manifest=manifest, copies={})
     try:
-        with _as_ours(f"saving {directory}"), without_dcp_notices():
-            dcp.save(tensors, storage_writer=writer, planner=ChunksSavePlanner(), no_dist=state.num_ranks == 1)
+        with _as_ours(f"saving {directory}"), without_dcp_notices(), ChunksSavePlanner() as planner:
+            dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=state.num_ranks == 1)
     finally:
         writer.abort()
 

@@ -170,11 +170,12 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> AnyPath:
     alone = snapshot.num_ranks == 1
     try:
         in_thread = threading.current_thread() is not threading.main_thread()  # then filters are everybody's affair
-        with without_dcp_notices() if alone and not in_thread else nullcontext():
+        quiet = without_dcp_notices() if alone and not in_thread else nullcontext()
+        with quiet, ChunksSavePlanner() as planner:
             dcp.save(
                 snapshot.tensors,
                 storage_writer=writer,
-                planner=ChunksSavePlanner(),
+                planner=planner,
                 process_group=group,
                 no_dist=alone,
             )

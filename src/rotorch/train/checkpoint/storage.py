@@ -11,6 +11,7 @@ directions go through a buffer of `_BUFFER_BYTES`. Loading runs no foreign code.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -21,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -209,16 +210,50 @@ _Key = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class ChunksSavePlanner(DefaultSavePlanner):
-    """torch's planner for a flat dict of `ChunkedTensor`s and plain tensors; replicated ones are spread over ranks."""
+    """torch's planner for a flat dict of `ChunkedTensor`s and plain tensors; replicated ones are spread over ranks.
+
+    A context: within it one save may be made.
+
+    Rank 0 gets the plans of all ranks, a few objects for each chunk. Python's collector of cycles would look through
+    all of them time and again while they come in: four fifths of the time that a plan takes with 140,000 chunks. So it
+    rests from this rank's own plan to the plan of all.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._rests = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._collect_again()
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        if self.is_coordinator:
+            self.rest_of_collector()
+        return plan
+
+    def rest_of_collector(self) -> None:
+        """Lets the collector of cycles rest until there is a plan of all ranks, or this context is left."""
+        self._rests = self._rests or gc.isenabled()
+        gc.disable()
+
+    def _collect_again(self) -> None:
+        if self._rests:
+            self._rests = False
+            gc.enable()
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        self._collect_again()
+        return super().finish_plan(new_plan)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Gives each chunk to that of its holders which has least to write so far.
 
-        torch's does the same, and then numbers and lists all chunks, which takes rank 0 most of its time where there
-        are many ranks. The list is the manifest's here, and written when files are.
+        torch's does the same, and then numbers and lists all chunks. The list is the manifest's here, and is written
+        when the files are.
         """
         holders: dict[_Key, list[int]] = {}
         tensors: dict[str, list[WriteItem]] = {}
