@@ -61,7 +61,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "grouped_mm"},
 }
 
-_KEPT_BY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,15 @@ def _in_a_process_of_its_own(task: Task, parallel: str) -> float:
     def send() -> None:
         try:
             sender.send(predicted_bytes(task, parallel))
-        except ConfigError as error:
+        except Exception as error:  # to be raised where it is asked for
             sender.send(error)
 
     process = multiprocessing.get_context("fork").Process(target=send)
     process.start()
     sender.close()
-    found: float | ConfigError = receiver.recv()
+    found: float | Exception = receiver.recv()
     process.join()
-    if isinstance(found, ConfigError):
+    if isinstance(found, Exception):
         raise found
     return found
 
@@ -165,9 +165,10 @@ def trains(case: Case, *, limit_bytes: int) -> tuple[bool, int]:
         if not any(int((group / "memory.failcnt").read_text()) for group in groups):
             raise  # not for want of memory
         came_through = False
-    most = max(int((group / "memory.max_usage_in_bytes").read_text()) for group in groups)
-    for group in groups:
-        group.rmdir()
+    finally:
+        most = max(int((group / "memory.max_usage_in_bytes").read_text()) for group in groups)
+        for group in groups:
+            group.rmdir()
     return came_through, most
 
 
@@ -200,8 +201,8 @@ def main() -> int:
     if not (GROUPS / "memory.limit_in_bytes").exists() or not os.access(GROUPS, os.W_OK):
         print(f"planner_fits: no group can be made in {GROUPS}: it needs version 1 of control groups, and root")
         return 2
-    if any(os.environ.get(name) != value for name, value in _KEPT_BY_MALLOC.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_KEPT_BY_MALLOC})
+    if any(os.environ.get(name) != value for name, value in _ENVIRONMENT.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_ENVIRONMENT})
     origin, drawn, rows = describe_origin(), cases(seed=arguments.seed), []
     for _ in track(range(arguments.cases), description="cases"):
         case = next(drawn)

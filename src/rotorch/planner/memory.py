@@ -210,14 +210,17 @@ class _Passes(KeptBytes):
         highest = max(moments, key=lambda moment: sum(moment.values()))
         return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
 
-    def _made(self, early: float, made: float) -> float:
-        """Gradients, of which `early` have permanent memory and `made` are made so far in a backward.
+    @cached_property
+    def _lie_beside(self) -> bool:
+        """True if a backward's gradients are made beside memory in which `ddp` puts them side by side at its end.
 
-        DDP's buckets take them as they are made; where passes have copies of weights they are put side by side at the
-        end, by the CPU ranks of a host.
+        So it is on the CPU ranks of a host where passes have copies of weights; else they go to DDP's buckets.
         """
-        beside = self.inner.kind == "ddp" and self.accumulation == 1 and self._has_copies and self.device == "cpu"
-        return early + made if beside else early or made
+        return self.inner.kind == "ddp" and self.accumulation == 1 and self._has_copies and self.device == "cpu"
+
+    def _made(self, early: float, made: float) -> float:
+        """Gradients, of which `early` have permanent memory and `made` are made so far in a backward."""
+        return early + made if self._lie_beside else early or made
 
     @cached_property
     def _has_copies(self) -> bool:
@@ -246,10 +249,8 @@ class _Passes(KeptBytes):
             made = float(sum(weight.numel * weight.itemsize_in_pass for weight in self._tables(tied=False)))
         else:
             made = whole if early or self.accumulation > 1 else 0.0
-        if early or self.accumulation > 1:
-            made += 3 * self._tied
-        else:
-            made += self._tied * (1.5 if self._has_copies else 2)
+        adds = self.accumulation > 1 or (early and not self._lie_beside)
+        made += self._tied * (3 if adds else 2)
         if self.inner.kind == "ddp" and self.accumulation > 1 and not self._has_copies:
             return {"gradients": gradients / 2 + whole + self._tied, "temporaries": made}  # all others are in buckets
         return {"gradients": self._made(early, gradients), "temporaries": made}

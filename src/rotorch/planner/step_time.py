@@ -33,7 +33,7 @@ class StepTime:
     Attributes:
         step_s: all of it.
         compute_s: of one rank's operators, in the mean of stages.
-        copies_s: of these, copies and sums beside messages; of a pipeline that gathers whole stages they are none.
+        copies_s: of these, copies and sums beside messages, but those of stages that are gathered whole.
         sums_s: at its end, over replicas.
         optimizer_s: of clipping and the optimizer.
         bubble_s: in which ranks of a pipeline wait, in the mean.
@@ -120,7 +120,8 @@ class _Step:
         self._through(lanes, [parts[::-1] for parts in row[::-1]], back=1, early=early)
         each = [part for parts in row for part in parts]
         inputs, backward = sum(p.input_s for p in each), sum(p.backward_s for p in each)
-        copies_s = 0.0 if self.plan.gathers_stages else sum(p.copies_s for p in each)
+        # Of stages that are gathered whole, copies belong to the gathers.
+        copies_s = sum(p.add_s if self.plan.gathers_stages else p.copies_s for p in each)
         return _Pass(
             forward_s=forward_s,
             backward_s=lanes.end_s - forward_s,

@@ -39,6 +39,21 @@ def _keeps(node: Node, *, numel: int) -> bool:
     return any(isinstance(each, Tensor) and each.numel() == numel for each in saved)
 
 
+def _path(start: Node | None, stop: Node | None) -> list[Node]:
+    """The nodes from one to another, without that one, by any way; none if there is no way."""
+    ways: list[list[Node]] = [] if start is None or stop is None else [[start]]
+    seen: set[Node] = set()
+    while ways:
+        way = ways.pop()
+        for node, _ in way[-1].next_functions:
+            if node is stop:
+                return way
+            if node is not None and node not in seen:
+                seen.add(node)
+                ways.append([*way, node])
+    return []
+
+
 class Backwards:
     """Bytes alive in the backward of each layer, from one gradient of a weight to the next, and behind the layers.
 
@@ -105,8 +120,8 @@ class Backwards:
             if hidden.requires_grad:
                 hidden.register_hook(begins)
 
-        def gave(_: nn.Module, __: Any, output: Tensor) -> None:
-            self._logits = output
+        def gave(_: nn.Module, __: Any, output: Any) -> None:
+            self._logits = next(tensors_in(output))
 
         head.register_forward_pre_hook(given)
         head.register_forward_hook(gave)
@@ -114,19 +129,16 @@ class Backwards:
     def on_logits(self, loss: Tensor) -> tuple[int, int]:
         """Numbers of element-wise operations between the head and a loss, and of those that keep one of its tensors.
 
-        Asked for before the loss's backward.
+        Asked for before the loss's backward. Operations of a cross entropy itself are no part of them; of another loss
+        nothing is known.
         """
         logits, self._logits = self._logits, None
-        if logits is None:
+        path = [] if logits is None else _path(loss.grad_fn, logits.grad_fn)
+        names = [node.name() for node in path]
+        ends = [place for place, name in enumerate(names) if name.startswith("LogSoftmax")]
+        if logits is None or not ends:
             return 0, 0
-        node, between, of_loss = loss.grad_fn, [], True
-        while node is not None and node is not logits.grad_fn:
-            if not of_loss and not node.name().startswith(_AS_IT_WAS):
-                between.append(node)
-            of_loss = of_loss and not node.name().startswith("LogSoftmax")
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is None:  # the loss is not made of the head's logits as they are
-            return 0, 0
+        between = [node for node in path[ends[-1] + 1 :] if not node.name().startswith(_AS_IT_WAS)]
         return len(between), sum(_keeps(node, numel=logits.numel()) for node in between)
 
     def _note(self, name: str) -> None:
