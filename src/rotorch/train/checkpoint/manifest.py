@@ -298,9 +298,10 @@ def _nonsense(manifest: Manifest) -> str | None:
         if problem := fill_problem(name, shape=entry.shape, chunks=entry.chunks):
             return problem
         for chunk in entry.chunks:
+            num_elements = math.prod(chunk.sizes)
             if chunk.file not in manifest.files:
                 return f"tensor {name!r} lies in the unlisted file {chunk.file!r}"
-            if chunk.start + math.prod(chunk.sizes) * ITEM_BYTES[entry.dtype] > manifest.files[chunk.file].num_bytes:
+            if chunk.start + num_elements * ITEM_BYTES[entry.dtype] > manifest.files[chunk.file].num_bytes:
                 return f"tensor {name!r} lies past the end of {chunk.file!r}"
     return None
 
