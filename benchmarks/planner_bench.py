@@ -33,7 +33,7 @@ from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 from rotorch.traced.passes import trace_memory, traced_parts
 
 
-def planned_task(config: Any, *, rows: int, tokens: int, precision: Precision, cluster: str) -> Task:
+def planned_task(config: Any, *, rows: int, tokens: int, precision: Precision) -> Task:
     """A model and a batch of so many rows, as the planner's search takes them.
 
     Args:
@@ -41,7 +41,6 @@ def planned_task(config: Any, *, rows: int, tokens: int, precision: Precision, c
         rows: sequences of a step, over all ranks.
         tokens: of each.
         precision: of passes.
-        cluster: name of the cluster.
     """
     with on_meta():
         spec = describe(causal_lm(config), features=True, tokens=True)
@@ -50,12 +49,12 @@ def planned_task(config: Any, *, rows: int, tokens: int, precision: Precision, c
         spec, traced = traced_parts(config, tokens=tokens, num_ranks=num_ranks, precision=precision)
         return spec.with_copies(copies_itemsize(precision)), traced
 
-    found = load_cluster(cluster)
+    cluster = load_cluster("cpu2")
     return Task(
         spec=spec.with_copies(copies_itemsize(precision)),
         traced=trace_memory(config, fold(spec), tokens=tokens, precision=precision),
-        cluster=found,
-        speeds=speeds_of(found, dtype=dtype_of_passes(precision) or "float32"),
+        cluster=cluster,
+        speeds=speeds_of(cluster, dtype=dtype_of_passes(precision) or "float32"),
         batch=Batch(rows, tokens),
         precision=precision,
         budget_bytes=float("inf"),
@@ -63,17 +62,15 @@ def planned_task(config: Any, *, rows: int, tokens: int, precision: Precision, c
     )
 
 
-def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any]]:
-    """Each row of a bench with what was predicted."""
+def compared(run: Path, overrides: list[str], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each row of what a bench has found, with what was predicted."""
     config = load_run_config(run, overrides=overrides)
-    found = json.loads(bench.read_text("utf-8"))
     tokens = config.data.sequence_length
     task = planned_task(
         config_from_dict(config.model.config or {}, source=str(run)),
         rows=found["tokens_per_step"] // tokens,
         tokens=tokens,
         precision=config.train.precision,
-        cluster="cpu2",
     )
     rows = []
     for row in found["rows"]:
@@ -147,8 +144,8 @@ def main() -> None:
     else:
         parser.error("give --run and --bench, or --suite and --results")
     for run, overrides, bench in benches:
-        rows = compared(run, overrides, bench)
-        print(bench.stem)
+        found = json.loads(bench.read_text("utf-8"))
+        rows, origin = compared(run, overrides, found), {name: found[name] for name in ("commit", "date")}
         for row in rows:
             measured, predicted = (row[f"{name}_bytes"] / 2**20 for name in ("measured", "predicted"))
             print(
@@ -156,15 +153,11 @@ def main() -> None:
                 f"measured {measured:8.2f} MiB predicted {predicted:8.2f} MiB {100 * row['error']:+.2f} %  "
                 f"{row['measured_s']:.4f} s measured {row['predicted_s']:.4f} s predicted"
             )
-        print(order(rows))
+        ordered = {"bench": bench.stem, **order(rows)}
+        print(ordered)
         record.setdefault("rows", []).extend({"run": run.stem, **row} for row in rows)
-        measured = json.loads(bench.read_text("utf-8"))
-        origin = {
-            "commit": measured["commit"],
-            "date": measured["date"],
-            "load": measured["machine"]["load_average"][0],
-        }
-        record.setdefault("orders", []).append({"bench": bench.stem, **order(rows), "measured": origin})
+        origin["load"] = found["machine"]["load_average"][0]
+        record.setdefault("orders", []).append({**ordered, "measured": origin})
     if arguments.record is not None:
         errors = sorted(abs(row["error"]) for row in record["rows"])
         record |= describe_origin()

@@ -122,9 +122,7 @@ def cases(*, seed: int) -> Iterator[Case]:
 def predicted_bytes(task: Task, parallel: str) -> float:
     """Bytes of the rank that holds most, as `rotorch plan` says."""
     config = config_from_dict(task.model, source=task.name)
-    planned = planned_task(
-        config, rows=task.global_batch, tokens=task.sequence_length, precision=task.precision, cluster="cpu2"
-    )
+    planned = planned_task(config, rows=task.global_batch, tokens=task.sequence_length, precision=task.precision)
     rows = task.global_batch // batch_ranks(parse_parallel(parallel)) // task.accumulation
     return judged(planned, parallel, rows=rows, accumulation=task.accumulation).memory.total_bytes
 

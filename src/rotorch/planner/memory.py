@@ -336,9 +336,8 @@ class _Passes(KeptBytes):
             one = self._logits / (cuts.interior if self.inner.kind in ("megatron", "atp") else cuts.stream)
             half = self.batch.itemsize / self.batch.loss_itemsize
             yield {"gradients": early, "activations": kept, "logits": one * half, "temporaries": made}
-            if (
-                self._has_copies and early and self.inner.kind in ("single", "ddp")
-            ):  # made in the passes' precision first
+            if self._has_copies and early and self.inner.kind in ("single", "ddp"):
+                # It is made in the passes' precision first.
                 made += float(self.model.head.bytes_in_pass)
                 yield {"gradients": early, "activations": kept, "temporaries": made}
         waits = self._tied if early else 0.0  # the head's gradient of a table, for the table's own
